@@ -1,0 +1,30 @@
+"""What ranks tell each other.
+
+A rank's work is a program: a generator that yields each collective it takes part in and is resumed with what arrived.
+The same program runs on a real process group, one rank a process, and on a simulated group, all ranks in lockstep.
+"""
+
+from deltaspan.exchange.collectives import AllGather, AllToAll, Program
+from deltaspan.exchange.halo import HaloRoute, fetch_rows
+from deltaspan.exchange.process_group import ProcessGroup
+from deltaspan.exchange.reshard import gather_tokens, scatter_gradient
+from deltaspan.exchange.simulated import SimulatedGroup
+from deltaspan.exchange.states import Crossings, carry_adjoints, carry_states
+from deltaspan.exchange.transport import Transport, transport
+
+__all__ = [
+    "AllGather",
+    "AllToAll",
+    "Crossings",
+    "HaloRoute",
+    "ProcessGroup",
+    "Program",
+    "SimulatedGroup",
+    "Transport",
+    "carry_adjoints",
+    "carry_states",
+    "fetch_rows",
+    "gather_tokens",
+    "scatter_gradient",
+    "transport",
+]

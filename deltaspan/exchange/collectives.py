@@ -1,0 +1,35 @@
+"""The collectives a program may ask for. Each names itself, so that an error can say where a group broke apart."""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAll:
+    """Rank i's rows for rank j go there; what arrives stands in the order of its senders.
+
+    send [sum(send_counts), ...] -> [sum(recv_counts), ...]; counts are rows by peer, W of each.
+    """
+
+    name: str
+    send: Tensor
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class AllGather:
+    """Every rank's rows go to all: send [counts[rank], ...] -> [sum(counts), ...], in the order of ranks."""
+
+    name: str
+    send: Tensor
+    counts: tuple[int, ...]
+
+
+Collective: TypeAlias = AllToAll | AllGather
+Result = TypeVar("Result")
+Program: TypeAlias = Generator[Collective, Tensor, Result]
+ProgramOf: TypeAlias = Generator[Collective, Tensor, Any]

@@ -1,0 +1,117 @@
+"""The six stages that every tier has, with their shapes, and the tables they are given.
+
+A tier is a module with these names. T: a rank's tokens; NC: its chunks; S: its fragments or some of them, in local
+order; n: those of them in question. State S and its adjoint D are [K, V]; states are FP32, or FP64 where the operands
+are.
+
+    tape = prep(q, k, v, g, beta, grid, scale=, unit_keys=)
+        q, k [T, H, K]   v [T, HV, V]   g, beta [T, HV]        what does not depend on the state, per chunk
+    M, b = summary(tape, runs, entry)
+        entry [n, HV, K, V] -> M [n, HV, K, K], b [n, HV, K, V]     exit state = M (state added to entry) + b
+    o, exit, states = walk(tape, runs, entry, output=)
+        entry [S, HV, K, V] -> o [T, HV, V] or None, exit like entry; states: for gradients()
+    adjoint = adjoint_prep(tape, do)
+        do [T, HV, V]
+    d = adjoint_summary(adjoint, runs, leaving)
+        leaving [n, HV, K, V], the adjoint of the exit state -> d [n, HV, K, V], the adjoint of the entry state
+    entering, costates = adjoint_walk(adjoint, runs, leaving)
+        leaving [S, HV, K, V] -> entering like it; costates: for gradients()
+    dq, dk, dv, dg, dbeta = gradients(adjoint, states, costates)
+
+    merge(M, X, b) = M X + b, for states [..., K, V]
+
+and those of the convolution, D channels:
+
+    pre = preactivation(x, history, weight, bias, edges)            x [T, D] -> pre [tokens, D]
+    y = activate(pre, activation, x)                                [T, D]
+    dpre = activation_gradient(pre, activation, dy)
+    dx, dweight, dbias = conv_gradients(x, history, weight, dpre, following, edges)
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltaspan.plan import CHUNK
+
+
+class Runs(NamedTuple):
+    """Fragments that are walked side by side, longest first."""
+
+    order: Tensor  # [n] int64, fragments as the caller counts them, in walking order
+    inverse: Tensor  # [n] int64, the walking order's inverse
+    first: Tensor  # [n] int64, first chunk, in walking order
+    last: Tensor  # [n] int64, last chunk, in walking order
+    active: tuple[int, ...]  # by step, how many still have a chunk
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """One rank's chunks on its device: chunk c covers local tokens start[c] .. start[c] + length[c]."""
+
+    tokens: int
+    start: Tensor  # [NC] int32
+    length: Tensor  # [NC] int32
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """[NC, 64] bool: rows that hold a token."""
+        return torch.arange(CHUNK, device=self.start.device) < self.length[:, None]
+
+    @cached_property
+    def token_of_row(self) -> Tensor:
+        """[NC, 64] int64: the local token of each row; rows past a chunk's end repeat its first."""
+        rows = torch.arange(CHUNK, device=self.start.device)
+        return self.start[:, None].long() + torch.where(self.valid, rows, 0)
+
+    @cached_property
+    def row_of_token(self) -> Tensor:
+        """[tokens] int64: the row 64 c + i of each local token."""
+        rows = torch.arange(len(self.start) * CHUNK, device=self.start.device)
+        skipped = (CHUNK - self.length.long()).cumsum(0) - (CHUNK - self.length.long())
+        chunk = torch.repeat_interleave(self.length.long(), output_size=self.tokens)
+        return rows.new_zeros(0) if not self.tokens else torch.arange(self.tokens, device=rows.device) + skipped[chunk]
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """One rank's fragments as a causal convolution sees them: rows before and after them come from received pools."""
+
+    tokens: int
+    width: int  # taps
+    start: Tensor  # [S] int64, first local token
+    length: Tensor  # [S] int64
+    history_row: Tensor  # [S, width - 1] int64, received row of the token width - 1 - k before the fragment, -1 none
+    following_row: Tensor  # [S, width - 1] int64, received row of the token k after its end, -1 none
+
+    @cached_property
+    def before(self) -> Tensor:
+        """[tokens, width] int64: rows of (tokens, received, one of zeros) that tap k of each token reads."""
+        fragment, inside = self._places
+        back = inside[:, None] + torch.arange(1 - self.width, 1, device=inside.device)
+        received = self._received(self.history_row, fragment[:, None], back + self.width - 1)
+        return torch.where(back >= 0, self.start[fragment, None] + back, received)
+
+    @cached_property
+    def after(self) -> Tensor:
+        """[tokens, width] int64: rows of (tokens, received, one of zeros) whose tap width - 1 - k reads each token."""
+        fragment, inside = self._places
+        ahead = inside[:, None] + torch.arange(self.width, device=inside.device)
+        beyond = ahead - self.length[fragment, None]
+        received = self._received(self.following_row, fragment[:, None], beyond)
+        return torch.where(beyond < 0, self.start[fragment, None] + ahead, received)
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Each token's fragment and its position within it, both [tokens] int64."""
+        fragment = torch.repeat_interleave(self.length, output_size=self.tokens)
+        return fragment, torch.arange(self.tokens, device=fragment.device) - self.start[fragment]
+
+    def _received(self, table: Tensor, fragment: Tensor, column: Tensor) -> Tensor:
+        if self.width == 1:
+            return torch.full_like(column, -1)
+        row = table[fragment, column.clamp(0, self.width - 2)]
+        return torch.where(row >= 0, self.tokens + row, -1)  # -1, the last row, is the one of zeros

@@ -1,0 +1,38 @@
+"""Between token rows [T, h, ...] and chunks [NC, h, 64, ...], and products that keep FP32."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from deltaspan.kernels.stages import Grid
+
+
+def to_chunks(x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """[T, h, ...] -> [NC, h, 64, ...] in `dtype`; rows past a chunk's end are zero, whatever stands in the next one."""
+    rows = x[grid.token_of_row]
+    valid = grid.valid.reshape(*grid.valid.shape, *[1] * (x.dim() - 1))
+    return torch.where(valid, rows, 0).to(dtype).transpose(1, 2)
+
+
+def to_tokens(chunks: Tensor, like: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """[NC, h, 64, ...] -> [T, h, ...] in `dtype` with the T of `like`; tokens that no fragment holds get zero."""
+    rows = chunks.transpose(1, 2).flatten(0, 1)
+    out = torch.zeros(like.shape[0], *rows.shape[1:], dtype=dtype, device=rows.device)
+    out[: grid.tokens] = rows[grid.row_of_token].to(dtype)
+    return out
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """FP32 products in FP32: a process that allows TF32 or bf16 for them would lose what states carry between ranks."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision

@@ -1,0 +1,62 @@
+"""The state from chunk to chunk: S <- gamma S + (r K)^T U, U = u - w S, and what is read from it on the way."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltaspan.kernels.stages import Runs
+from deltaspan.kernels.torch.chunks import full_precision, to_tokens
+from deltaspan.kernels.torch.prep import Tape
+
+
+class States(NamedTuple):
+    """What the gradients read of a walk."""
+
+    state: Tensor  # S at each chunk's start [NC, HV, K, V]
+    update: Tensor  # U [NC, HV, 64, V]
+
+
+@full_precision()
+def merge(M: Tensor, X: Tensor, b: Tensor) -> Tensor:
+    """M X + b: the exit state for entry state X. M [..., K, K], X and b [..., K, V]."""
+    return M @ X + b
+
+
+@full_precision()
+def summary(tape: Tape, runs: Runs, entry: Tensor) -> tuple[Tensor, Tensor]:
+    """The affine map of each run: its exit state b from `entry`, and M, by which it answers what is added to `entry`.
+
+    entry [n, HV, K, V] -> M [n, HV, K, K], b [n, HV, K, V].
+    """
+    state = entry[runs.order]
+    M = torch.eye(entry.shape[-2], dtype=entry.dtype, device=entry.device).expand(*entry.shape[:2], -1, -1).clone()
+    for step, n in enumerate(runs.active):
+        c = runs.first[:n] + step
+        gamma, rk, w = tape.gamma[c], tape.rk[c].mT, tape.w[c]
+        state[:n] = gamma * state[:n] + rk @ (tape.u[c] - w @ state[:n])
+        M[:n] = gamma * M[:n] - rk @ (w @ M[:n])
+    return M[runs.inverse], state[runs.inverse]
+
+
+@full_precision()
+def walk(tape: Tape, runs: Runs, entry: Tensor, *, output: bool) -> tuple[Tensor | None, Tensor, States]:
+    """Walks every run from its true entry state [n, HV, K, V]: o [T, HV, V] in v's type, exit states, and the tape of
+    states.
+
+    Without `output` o is not computed.
+    """
+    state = entry[runs.order]
+    states = entry.new_empty(tape.gamma.shape[0], *entry.shape[1:])
+    update = torch.empty_like(tape.u)
+    for step, n in enumerate(runs.active):
+        c = runs.first[:n] + step
+        states[c] = state[:n]
+        update[c] = U = tape.u[c] - tape.w[c] @ state[:n]
+        state[:n] = tape.gamma[c] * state[:n] + tape.rk[c].mT @ U
+    exit, tape_of_states = state[runs.inverse], States(states, update)
+    if not output:
+        return None, exit, tape_of_states
+    o = tape.scale * ((tape.a * tape.q) @ states + (tape.decay * tape.qk) @ update)
+    v = tape.operands[2]
+    return to_tokens(o, v, tape.grid, v.dtype), exit, tape_of_states

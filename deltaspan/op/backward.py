@@ -1,0 +1,55 @@
+"""The backward of one rank, as a program: the forward's walk again, then the adjoint's the other way round."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from deltaspan.exchange import Program, carry_adjoints
+from deltaspan.op.context import Context
+from deltaspan.op.forward import enter, prepare, stages
+from deltaspan.op.operands import Operands
+from deltaspan.op.options import Options
+from deltaspan.op.saved import Saved, end_adjoints, initial_gradient, start_states
+from deltaspan.op.view import RankView
+from deltaspan.plan import head_ranges
+
+
+class Gradients(NamedTuple):
+    """Gradients of a call's inputs, None where an input was not given."""
+
+    dq: Tensor  # [1, T, H, K], summed over the value heads that read the key head
+    dk: Tensor  # [1, T, H, K]
+    dv: Tensor  # [1, T, HV, V]
+    dg: Tensor  # [1, T, HV]
+    dbeta: Tensor  # [1, T, HV]
+    dinitial_state: Tensor | None = None  # [N, HV, K, V], this rank's share of a sum over the group
+    dA_log: Tensor | None = None
+    ddt_bias: Tensor | None = None
+
+
+def backward_program(
+    ctx: Context,
+    view: RankView,
+    x: Operands,
+    options: Options,
+    do: Tensor,
+    dfinal_state: Tensor | None,
+    saved: Saved | None,
+) -> Program[Gradients]:
+    """One rank's backward; all ranks of the group run theirs. Without `saved` the forward's exchange is run again."""
+    tier = stages(ctx, options)
+    tape = prepare(tier, view, x, options)
+    if saved is None:
+        entry, saved = yield from enter(ctx, view, x, options, tape)
+    else:
+        entry = start_states(view, x)
+        entry[view.in_slots] = saved.entry
+    _, _, states = tier.walk(tape, view.every, entry, output=False)
+
+    adjoint = tier.adjoint_prep(tape, do)
+    leaving = end_adjoints(view, x, dfinal_state)
+    d = tier.adjoint_summary(adjoint, view.entered, leaving[view.in_slots])
+    heads = head_ranges(x.v.shape[1], ctx.part.world_size)
+    leaving[view.out_slots] = yield from carry_adjoints(view.seams, heads, tier.merge, saved.received, d)
+    entering, costates = tier.adjoint_walk(adjoint, view.every, leaving)
+    return Gradients(*tier.gradients(adjoint, states, costates), initial_gradient(view, x, entering, dfinal_state))

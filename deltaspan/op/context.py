@@ -1,0 +1,238 @@
+"""A context: one batch's partition, plan, tables and group, built once and shared by every layer."""
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltaspan.exchange import AllGather, Program, Transport, gather_tokens, scatter_gradient, transport
+from deltaspan.layout import Partition
+from deltaspan.op.view import GroupView, RankView, group_view, rank_view
+from deltaspan.plan import check_rule
+
+DEFAULT_SM_COUNT = 132  # an H100's or H200's, so that ranks without a GPU plan as those will
+
+
+class Context:
+    """What the operation and the convolution need to know of a batch; immutable, independent of tensor contents.
+
+    part: the partition.                  rank: this rank, None for a simulated group.
+    conv_kernel_size, p_rule, sm_count:   as given to `build_context`.
+    tokens: this rank's token count.      device: where its tables lie and its operands must.
+    cu_seqlens: int32 [fragments + 1], local offsets.        position_ids: int64 [tokens], within the document.
+    For a simulated group tokens, cu_seqlens and position_ids are lists, one entry a rank.
+
+    A plain class, no dataclass, so that walks over a module's inputs pass it on as one opaque leaf.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_group",
+        "_simulated",
+        "_transport",
+        "_views",
+        "conv_kernel_size",
+        "device",
+        "p_rule",
+        "part",
+        "sm_count",
+    )
+
+    part: Partition
+    device: torch.device
+    conv_kernel_size: int
+    p_rule: str
+    sm_count: int
+    _transport: Transport
+    _views: tuple[RankView, ...]
+    _group: GroupView
+    _simulated: bool
+
+    def __init__(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise dataclasses.FrozenInstanceError(f"a context is immutable: cannot set {name}")
+
+    def __delattr__(self, name: str) -> None:
+        raise dataclasses.FrozenInstanceError(f"a context is immutable: cannot delete {name}")
+
+    def __repr__(self) -> str:
+        where = "all ranks simulated" if self._simulated else f"rank {self.rank}"
+        return f"<Context of {self.part!r}, {where}, on {self.device}>"
+
+    @property
+    def rank(self) -> int | None:
+        return None if self._simulated else self._views[0].rank
+
+    @property
+    def tokens(self) -> int | list[int]:
+        return self._each(lambda view: view.tokens)
+
+    @property
+    def cu_seqlens(self) -> Tensor | list[Tensor]:
+        return self._each(lambda view: view.cu_seqlens)
+
+    @property
+    def position_ids(self) -> Tensor | list[Tensor]:
+        return self._each(lambda view: view.position_ids)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor | list[Tensor]:
+        """This rank's tokens of a whole pack that every rank holds alike.
+
+        x: any shape with at least `part.total_tokens` tokens along `dim`; a tail beyond them belongs to no rank.
+        Its gradient is this rank's part of the whole gradient, zero elsewhere. No rank is asked for anything.
+
+        Raises:
+            ValueError: too few tokens along `dim`, or a tensor on another device.
+        """
+        _check_tokens(x, dim, self, "at least", self.part.total_tokens)
+        return self._each(lambda view: x.index_select(dim, view.token_ids))
+
+    def unshard(self, x_local: Tensor | list[Tensor], dim: int = 1, total: int | None = None) -> Tensor | list[Tensor]:
+        """The whole pack in global order on every rank, from every rank's tokens along `dim`: the inverse of `shard`.
+
+        total: tokens of the result along `dim`, at least `part.total_tokens` (the default); the tail is zero.
+        Its gradient is the sum over ranks of their gradients of this rank's tokens, added in the order of ranks.
+
+        Raises:
+            ValueError: a token count other than this rank's, a `total` that is too small, or another device.
+        """
+        shards = self._listed("x_local", x_local)
+        for view, x in zip(self._views, shards, strict=True):
+            _check_tokens(x, dim, self, "exactly", view.tokens)
+        total = self.part.total_tokens if total is None else total
+        if total < self.part.total_tokens:
+            raise ValueError(f"total must be at least the pack's {self.part.total_tokens} tokens, got {total}")
+        return self._unlisted(_Unshard.apply(self, dim, total, *shards))
+
+    def _each(self, read: Any) -> Any:
+        return self._unlisted([read(view) for view in self._views])
+
+    def _unlisted(self, values: Any) -> Any:
+        return list(values) if self._simulated else values[0]
+
+    def _listed(self, name: str, value: Any) -> list:
+        """One operand a rank that runs here: what it was given, or the given list's entries with a simulated group."""
+        if not self._simulated:
+            return [value]
+        if not isinstance(value, list) or len(value) != len(self._views):
+            found = f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
+            raise ValueError(f"{name} must be a list of {len(self._views)} shards with a simulated group, got {found}")
+        return value
+
+    def _replicated(self, name: str, value: Any) -> list:
+        """One operand a rank that is alike on all: the given one for each, or with a simulated group a list of them."""
+        return self._listed(name, value) if isinstance(value, list) else [value] * len(self._views)
+
+
+def build_context(
+    part: Partition,
+    group: object = None,
+    *,
+    rank: int | None = None,
+    device: torch.device | str | None = None,
+    conv_kernel_size: int = 4,
+    p_rule: str = "one",
+    sm_count: int | None = None,
+) -> Context:
+    """Builds what one batch's layers share. With a process group this is a collective: every rank calls it.
+
+    Args:
+        part: the partition; its world size must be the group's.
+        group: a ProcessGroup, a 1-D DeviceMesh, a SimulatedGroup, or None for one rank.
+        rank: this rank; only to be checked against the group's own idea.
+        device: of the operands. Default: the current CUDA device; the CPU if there is none or the group has gloo alone.
+        conv_kernel_size: taps of the convolution, at least 1.
+        p_rule: the planner's rule (`deltaspan.plan.RULES`).
+        sm_count: multiprocessors to plan for. Default: the device's, or 132 without a GPU.
+
+    Raises:
+        TypeError: `part` is no partition, or `group` no group.
+        ValueError: a value out of range, or one on which the ranks of the group disagree (on every rank).
+    """
+    if not isinstance(part, Partition):
+        raise TypeError(f"part must be a Partition, from deltaspan.partition, got {type(part).__name__}")
+    if conv_kernel_size < 1:
+        raise ValueError(f"conv_kernel_size must be at least 1, got {conv_kernel_size}")
+    if sm_count is not None and sm_count < 1:
+        raise ValueError(f"sm_count must be at least 1, got {sm_count}")
+    check_rule(p_rule)
+    link = transport(group)
+    if link.world_size != part.world_size:
+        size = f"a group of {link.world_size} ranks" if group is not None else "no group, which is one rank"
+        raise ValueError(f"part is for {part.world_size} ranks, but there is {size}")
+    simulated = group is link
+    if rank is not None and (simulated or rank != link.ranks[0]):
+        raise ValueError(f"rank must be the group's own{'' if simulated else f', {link.ranks[0]}'}, got {rank}")
+    device = torch.device(device) if device is not None else link.default_device()
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if sm_count is None:
+        on_gpu = device.type == "cuda"
+        sm_count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else DEFAULT_SM_COUNT
+
+    shared = {"part": part.digest(), "p_rule": p_rule, "sm_count": sm_count, "conv_kernel_size": conv_kernel_size}
+    link.run([_agree(link.world_size, shared, device) for _ in link.ranks])
+    whole = group_view(part, device)
+    return Context(
+        part=part,
+        device=device,
+        conv_kernel_size=conv_kernel_size,
+        p_rule=p_rule,
+        sm_count=sm_count,
+        _transport=link,
+        _views=tuple(rank_view(part, r, whole, conv_kernel_size, device) for r in link.ranks),
+        _group=whole,
+        _simulated=simulated,
+    )
+
+
+def _agree(world_size: int, shared: dict[str, object], device: torch.device) -> Program[None]:
+    """Compares what ranks must share by digest; every rank sees every digest, so all raise or none."""
+    digests = np.stack([np.frombuffer(hashlib.sha256(repr(v).encode()).digest(), np.int64) for v in shared.values()])
+    mine = torch.from_numpy(digests)[None].to(device)
+    everyone = yield AllGather("context_digest", mine, (1,) * world_size)
+    differs = (everyone != everyone[:1]).any(-1).cpu()
+    if differs.any():
+        ranks, items = differs.nonzero(as_tuple=True)
+        names = list(shared)
+        found = "; ".join(f"rank {r}: {names[i]}" for r, i in zip(ranks.tolist(), items.tolist(), strict=True))
+        raise ValueError(f"the ranks of a group must build the same context; these differ from rank 0: {found}")
+
+
+def _check_tokens(x: Tensor, dim: int, ctx: Context, bound: str, tokens: int) -> None:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be an axis of a tensor of shape {tuple(x.shape)}, got {dim}")
+    if x.shape[dim] < tokens or (bound == "exactly" and x.shape[dim] != tokens):
+        raise ValueError(f"x must have {bound} {tokens} tokens along dim {dim}, got shape {tuple(x.shape)}")
+    if x.device != ctx.device:
+        raise ValueError(f"x is on {x.device}, the context on {ctx.device}: build the context with device=")
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(fn: Any, ctx: Context, dim: int, total: int, *shards: Tensor) -> tuple[Tensor, ...]:
+        fn.context, fn.dim = ctx, dim
+        group = ctx._group
+        rows = ctx._transport.run([gather_tokens(x.movedim(dim, 0), group.tokens, group.place) for x in shards])
+        wholes = [x.new_zeros(total, *x.shape[1:]) for x in rows]
+        for whole, x in zip(wholes, rows, strict=True):
+            whole[: len(x)] = x
+        return tuple(whole.movedim(0, dim) for whole in wholes)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(fn: Any, *grads: Tensor) -> tuple:
+        ctx, group = fn.context, fn.context._group
+        shards = ctx._transport.run(
+            [
+                scatter_gradient(grad.movedim(fn.dim, 0), view.rank, group.tokens, group.order)
+                for view, grad in zip(ctx._views, grads, strict=True)
+            ]
+        )
+        return None, None, None, *(x.movedim(0, fn.dim) for x in shards)

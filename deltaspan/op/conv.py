@@ -1,0 +1,183 @@
+"""The short causal convolution in front of the operation, across the fragments of a document."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltaspan.exchange import Program, fetch_rows
+from deltaspan.kernels import select
+from deltaspan.op.context import Context
+from deltaspan.op.operands import TYPES, squeeze
+from deltaspan.op.view import RankView
+
+ACTIVATIONS = ("silu", None)
+
+
+class Filter(NamedTuple):
+    """One tensor and its taps."""
+
+    x: Tensor  # [T, D]
+    weight: Tensor  # [D, W], the last tap reads the token itself
+    bias: Tensor | None  # [D]
+
+
+def causal_conv1d(
+    x: Any,
+    weight: Any,
+    ctx: Context,
+    *,
+    bias: Any = None,
+    activation: str | None = "silu",
+    initial_state: None = None,
+    output_final_state: bool = False,
+    recompute_handle: None = None,
+) -> Any:
+    """Depthwise causal convolution within every document, as if one rank held the whole pack. Differentiable.
+
+        y[t] = act(sum_k weight[:, k] x[t - W + 1 + k] + bias), with zeros before a document
+
+    Summed in fp32 (fp64 beside such operands) in the order of the taps: the same bits for every layout. With a process
+    group a collective in both directions. With a SimulatedGroup operands and results are lists, one entry a rank;
+    weight and bias may also be given once for all.
+
+    Args:
+        x: [1, T, D], T this rank's tokens; or a tuple of such, whose rows travel in one exchange. The batch axis may be
+        left out. weight: [D, W] with W the context's `conv_kernel_size`; a tuple beside a tuple. Its gradient, like the
+        bias's, is this
+            rank's share of a sum over the group.
+        bias: [D] or None; a tuple beside a tuple.
+        activation: "silu" or None.
+
+    Returns:
+        y like x, in its type.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, before anything is sent.
+    """
+    if not isinstance(ctx, Context):
+        raise TypeError(f"ctx must be a Context, from deltaspan.build_context, got {type(ctx).__name__}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
+    for name, value, served in (
+        ("initial_state", initial_state, None), ("output_final_state", output_final_state, False),
+        ("recompute_handle", recompute_handle, None),
+    ):  # fmt: skip
+        if value is not served:
+            raise ValueError(f"{name} is not served by this release, which serves {served}")
+    shards, weights, biases = ctx._listed("x", x), ctx._replicated("weight", weight), ctx._replicated("bias", bias)
+    ranks = [
+        _check(ctx, view, *_as_tuples(*given)) for view, *given in zip(ctx._views, shards, weights, biases, strict=True)
+    ]
+    flat = [t for filters in ranks for f in filters for t in f]
+    results = iter(_CausalConv1d.apply(ctx, activation, len(ranks[0]), *flat))
+    outputs = [
+        tuple(next(results).reshape(t.shape) for t in (shard if isinstance(shard, tuple) else (shard,)))
+        for shard in shards
+    ]
+    return ctx._unlisted([y if isinstance(shard, tuple) else y[0] for y, shard in zip(outputs, shards, strict=True)])
+
+
+def forward_program(ctx: Context, view: RankView, filters: list[Filter], activation: str | None) -> Program[tuple]:
+    """One rank's convolutions: outputs [T, D], and the history rows [received, D] that its backward reads."""
+    tier = _tier(ctx)
+    history = yield from fetch_rows("halo", view.history, [f.x for f in filters])
+    pre = [tier.preactivation(f.x, h, f.weight, f.bias, view.edges) for f, h in zip(filters, history, strict=True)]
+    return [tier.activate(p, activation, f.x) for p, f in zip(pre, filters, strict=True)], history
+
+
+def backward_program(
+    ctx: Context,
+    view: RankView,
+    filters: list[Filter],
+    activation: str | None,
+    history: list[Tensor],
+    dys: list[Tensor],
+) -> Program[list[tuple[Tensor, Tensor, Tensor]]]:
+    """One rank's dx, dweight and dbias of each; a token's gradient also gathers from the fragments that read it."""
+    tier = _tier(ctx)
+    pre = [tier.preactivation(f.x, h, f.weight, f.bias, view.edges) for f, h in zip(filters, history, strict=True)]
+    dpre = [tier.activation_gradient(p, activation, dy) for p, dy in zip(pre, dys, strict=True)]
+    following = yield from fetch_rows("halo_gradient", view.following, dpre)
+    return [
+        tier.conv_gradients(f.x, h, f.weight, d, later, view.edges)
+        for f, h, d, later in zip(filters, history, dpre, following, strict=True)
+    ]
+
+
+class _CausalConv1d(torch.autograd.Function):
+    """All ranks that run here at once, `count` filters each, one rank's after another's."""
+
+    @staticmethod
+    def forward(fn: Any, ctx: Context, activation: str | None, count: int, *flat: Tensor | None) -> tuple[Tensor, ...]:
+        ranks = _by_rank(flat, count)
+        done = ctx._transport.run(
+            [forward_program(ctx, view, filters, activation) for view, filters in zip(ctx._views, ranks, strict=True)]
+        )
+        fn.context, fn.activation, fn.count, fn.given = ctx, activation, count, len(flat)
+        fn.save_for_backward(*flat, *(h for _, history in done for h in history))
+        return tuple(y for outputs, _ in done for y in outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(fn: Any, *grads: Tensor) -> tuple:
+        ctx, n, tensors = fn.context, fn.count, fn.saved_tensors
+        ranks, history = _by_rank(tensors[: fn.given], n), tensors[fn.given :]
+        done = ctx._transport.run(
+            [
+                backward_program(
+                    ctx, view, filters, fn.activation, history[i * n : (i + 1) * n], grads[i * n : (i + 1) * n]
+                )
+                for i, (view, filters) in enumerate(zip(ctx._views, ranks, strict=True))
+            ]
+        )
+        gradients = (
+            t if x is not None else None
+            for filters, by_filter in zip(ranks, done, strict=True)
+            for f, of_filter in zip(filters, by_filter, strict=True)
+            for x, t in zip(f, of_filter, strict=True)
+        )
+        return None, None, None, *gradients
+
+
+def _by_rank(flat: tuple, count: int) -> list[list[Filter]]:
+    filters = [Filter(*flat[i : i + 3]) for i in range(0, len(flat), 3)]
+    return [filters[i : i + count] for i in range(0, len(filters), count)]
+
+
+def _as_tuples(x: Any, weight: Any, bias: Any) -> tuple[tuple, tuple, tuple]:
+    if not isinstance(x, tuple):
+        return (x,), (weight,), (bias,)
+    bias = (None,) * len(x) if bias is None else bias
+    for name, value in (("weight", weight), ("bias", bias)):
+        if not isinstance(value, tuple) or len(value) != len(x):
+            raise ValueError(f"{name} must be a tuple of {len(x)} beside a tuple of {len(x)} tensors x")
+    return x, weight, bias
+
+
+def _check(ctx: Context, view: RankView, xs: tuple, weights: tuple, biases: tuple) -> list[Filter]:
+    filters = []
+    for x, weight, bias in zip(xs, weights, biases, strict=True):
+        for name, t in (("x", x), ("weight", weight), ("bias", bias)):
+            if not isinstance(t, Tensor) and not (name == "bias" and t is None):
+                raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+            if t is not None and t.device != ctx.device:
+                raise ValueError(
+                    f"{name} is on {t.device}, the context on {ctx.device}: build the context with device="
+                )
+        x = squeeze(x, "x", 2)
+        if x.dtype not in TYPES or x.dtype != xs[0].dtype:
+            raise ValueError(f"x must be bf16, fp16, fp32 or fp64, all of a tuple alike; got {x.dtype}")
+        if len(x) != view.tokens and not (ctx.part.world_size == 1 and len(x) > view.tokens):
+            raise ValueError(f"x has {len(x)} tokens, but the context gives this rank {view.tokens}")
+        for name, t, shape in (("weight", weight, (x.shape[1], ctx.conv_kernel_size)), ("bias", bias, (x.shape[1],))):
+            if t is not None and tuple(t.shape) != shape:
+                raise ValueError(
+                    f"{name} must have shape {shape}, x's channels and the context's taps, got {tuple(t.shape)}"
+                )
+        filters.append(Filter(x, weight, bias))
+    return filters
+
+
+def _tier(ctx: Context) -> Any:
+    return select.tier(select.chosen_backend("auto", device=ctx.device))

@@ -1,0 +1,50 @@
+"""The forward of one rank, as a program: what it computes, and where it meets the other ranks."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from deltaspan.exchange import Program, carry_states
+from deltaspan.kernels import select
+from deltaspan.op.context import Context
+from deltaspan.op.operands import Operands
+from deltaspan.op.options import Options
+from deltaspan.op.saved import Saved, final_states, shapes, start_states
+from deltaspan.op.view import RankView
+from deltaspan.plan import head_ranges
+
+
+class Forward(NamedTuple):
+    o: Tensor  # [T, HV, V]
+    final_state: Tensor | None  # [N, HV, K, V]
+    saved: Saved
+
+
+def forward_program(ctx: Context, view: RankView, x: Operands, options: Options) -> Program[Forward]:
+    """One rank's forward; all ranks of the group run theirs."""
+    tier = stages(ctx, options)
+    tape = prepare(tier, view, x, options)
+    entry, saved = yield from enter(ctx, view, x, options, tape)
+    o, exit, _ = tier.walk(tape, view.every, entry, output=True)
+    final = final_states(view, x, exit, ctx.part.num_documents) if options.output_final_state else None
+    return Forward(o, final, saved)
+
+
+def enter(ctx: Context, view: RankView, x: Operands, options: Options, tape: Any) -> Program[tuple[Tensor, Saved]]:
+    """The true entry state of every fragment, [fragments, HV, K, V], and what to keep for the backward."""
+    tier = stages(ctx, options)
+    entry = start_states(view, x)
+    M, b = tier.summary(tape, view.leaving, entry[view.out_slots])
+    heads = head_ranges(x.v.shape[1], ctx.part.world_size)
+    entered, received = yield from carry_states(view.seams, heads, tier.merge, M, b)
+    entry[view.in_slots] = entered
+    return entry, Saved(ctx, options, shapes(x), entered, received)
+
+
+def prepare(tier: Any, view: RankView, x: Operands, options: Options) -> Any:
+    scale = x.k.shape[2] ** -0.5 if options.scale is None else options.scale
+    return tier.prep(x.q, x.k, x.v, x.g, x.beta, view.grid, scale=scale, unit_keys=options.unit_keys)
+
+
+def stages(ctx: Context, options: Options) -> Any:
+    return select.tier(select.chosen_backend(options.backend, device=ctx.device))

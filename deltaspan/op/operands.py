@@ -1,0 +1,104 @@
+"""The operands of one rank: their shapes, checked, and without the batch axis."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Operands(NamedTuple):
+    """One rank's shard, T tokens in local order (more than the rank's own only in a padded buffer on one rank)."""
+
+    q: Tensor  # [T, H, K]
+    k: Tensor  # [T, H, K]
+    v: Tensor  # [T, HV, V]
+    g: Tensor  # [T, HV]
+    beta: Tensor  # [T, HV]
+    initial_state: Tensor | None  # [N, HV, K, V]
+
+    @property
+    def state_type(self) -> torch.dtype:
+        """Of states, summaries and sums: FP64 where the operands are, else FP32."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def state_shape(self, count: int) -> tuple[int, int, int, int]:
+        """[count, HV, K, V]"""
+        return count, self.v.shape[1], self.k.shape[2], self.v.shape[2]
+
+
+def squeeze(x: Tensor, name: str, dims: int) -> Tensor:
+    """Takes off the leading batch axis of 1, which may be left out.
+
+    Raises:
+        ValueError: another number of axes, or a batch of more than one.
+    """
+    if x.dim() == dims + 1 and x.shape[0] != 1:
+        raise ValueError(f"{name} must have a batch of 1, its documents packed end to end; got shape {tuple(x.shape)}")
+    if x.dim() not in (dims, dims + 1):
+        raise ValueError(
+            f"{name} must have {dims} axes and may have a batch axis of 1 before them; got shape {tuple(x.shape)}"
+        )
+    return x.squeeze(0) if x.dim() == dims + 1 else x
+
+
+def check_operands(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
+    *, tokens: int, padded: bool, documents: int, device: torch.device,
+) -> Operands:  # fmt: skip
+    """One rank's operands as `Operands`.
+
+    tokens: the rank's own; with `padded` the buffer may be longer.
+
+    Raises:
+        TypeError: an operand that is no tensor.
+        ValueError: shapes, types or devices that do not fit, naming the operand, what it is and what it must be.
+    """
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    if initial_state is not None:
+        named["initial_state"] = initial_state
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}, the context on {device}: build the context with device=")
+    q, k, v = (squeeze(x, name, 3) for name, x in (("q", q), ("k", k), ("v", v)))
+    g, beta = (squeeze(x, name, 2) for name, x in (("g", g), ("beta", beta)))
+    x = Operands(q, k, v, g, beta, initial_state)
+    T, (H, K), (HV, V) = len(q), q.shape[1:], v.shape[1:]
+    if tokens > T or (tokens < T and not padded):
+        raise ValueError(f"q has {T} tokens, but the context gives this rank {tokens}")
+    if H < 1 or HV < 1 or HV % H:
+        raise ValueError(f"v's heads must be a multiple of q's, got HV={HV} and H={H}")
+    if K < 1 or V < 1:
+        raise ValueError(f"head dimensions must be at least 1, got K={K} and V={V}")
+    expected = {"k": (T, H, K), "v": (T, HV, V), "g": (T, HV), "beta": (T, HV), "initial_state": (documents, HV, K, V)}
+    for name, shape in expected.items():
+        found = getattr(x, name)
+        if found is not None and tuple(found.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape} beside these q and v, got {tuple(found.shape)}")
+    if q.dtype not in TYPES:
+        raise ValueError(f"q must be bf16, fp16, fp32 or fp64, got {q.dtype}")
+    for name, found in (("k", k), ("v", v)):
+        if found.dtype != q.dtype:
+            raise ValueError(f"{name} must have q's type {q.dtype}, got {found.dtype}")
+    accepted = {"g": {torch.float32}, "beta": {torch.float32, torch.bfloat16}, "initial_state": {torch.float32}}
+    for name, types in accepted.items():
+        found, types = getattr(x, name), types | {x.state_type}
+        if found is not None and found.dtype not in types:
+            raise ValueError(
+                f"{name} must be {' or '.join(sorted(map(str, types)))} beside {q.dtype} operands, got {found.dtype}"
+            )
+    return x
+
+
+def check_like(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """A gradient of something of `shape`, which may have a leading batch axis of 1, without it.
+
+    Raises:
+        ValueError: another shape or device.
+    """
+    if tuple(x.shape) not in (tuple(shape), (1, *shape)) or x.device != device:
+        raise ValueError(f"{name} must have shape {tuple(shape)} on {device}, got {tuple(x.shape)} on {x.device}")
+    return x.reshape(shape)

@@ -1,0 +1,60 @@
+"""The options of one call, checked before anything is launched."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+# What this release serves of the options whose other values are still to come; anything else is refused, never ignored.
+SERVED: dict[str, tuple[Any, ...]] = {
+    "use_qk_l2norm_in_kernel": (False,),
+    "use_gate_in_kernel": (False,),
+    "A_log": (None,),
+    "dt_bias": (None,),
+    "use_beta_sigmoid_in_kernel": (False,),
+    "allow_neg_eigval": (False,),
+    "save_mode": ("light",),
+    "boundary_mode": ("saved",),
+    "save_transfer": (True,),
+    "exchange": ("all_to_all",),
+    "segments": (None, 1),
+    "reuse_recompute_tapes": ("auto", False),
+    "recompute_output": ("auto", "always"),
+    "recompute_handle": (None,),
+    "workspace": (None,),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What shapes the result of a call, or what is kept of it."""
+
+    scale: float | None = None
+    unit_keys: bool = True
+    output_final_state: bool = False
+    backend: str = "auto"
+
+    @classmethod
+    def of(cls, **given: Any) -> "Options":
+        """The options of a call, from its keywords.
+
+        Raises:
+            TypeError: an unknown keyword, a flag that is no bool, a scale that is no number.
+            ValueError: a value that this release does not serve.
+        """
+        own = {field.name: given.pop(field.name) for field in fields(cls) if field.name in given}
+        for name, value in given.items():
+            if name not in SERVED:
+                raise TypeError(f"unknown option {name!r}")
+            if isinstance(value, Tensor) or not any(type(value) is type(x) and value == x for x in SERVED[name]):
+                shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                served = " and ".join(map(repr, SERVED[name]))
+                raise ValueError(f"{name}={shown} is not served by this release, which serves {served}")
+        return cls(**own)
+
+    def __post_init__(self) -> None:
+        for name in ("unit_keys", "output_final_state"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if self.scale is not None and (isinstance(self.scale, bool) or not isinstance(self.scale, int | float)):
+            raise TypeError(f"scale must be a float or None, got {self.scale!r}")

@@ -1,0 +1,71 @@
+"""What a forward keeps for its backward, and the states at a rank's edges that both directions start from."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deltaspan.op.context import Context
+from deltaspan.op.operands import Operands
+from deltaspan.op.options import Options
+from deltaspan.op.view import RankView
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """Save mode `light`: what came from other ranks; all else is computed again from the operands. Read-only."""
+
+    context: Context
+    options: Options
+    shapes: tuple
+    entry: Tensor  # [n_in, HV, K, V], true states at the start of the fragments that state enters
+    received: Tensor  # [N_out, own heads, K (K + V)], summaries that this rank composes as the owner of its heads
+
+    def check(self, context: Context, options: Options, x: Operands) -> None:
+        """Raises ValueError unless this was kept by a forward of the same context, shapes and options."""
+        if self.context is not context:
+            raise ValueError("saved was kept by a forward with another context")
+        if self.shapes != shapes(x):
+            raise ValueError(f"saved was kept by a forward with operands {self.shapes}, got {shapes(x)}")
+        if self.options != options:
+            raise ValueError(f"saved was kept by a forward with {self.options}, got {options}")
+
+
+def shapes(x: Operands) -> tuple:
+    return tuple((tuple(t.shape), t.dtype) for t in x if t is not None)
+
+
+def start_states(view: RankView, x: Operands) -> Tensor:
+    """[fragments, HV, K, V]: the initial state where a document begins, zero elsewhere."""
+    states = x.q.new_zeros(x.state_shape(view.fragments), dtype=x.state_type)
+    if x.initial_state is not None:
+        states[view.first_slots] = x.initial_state[view.first_docs].to(states.dtype)
+    return states
+
+
+def final_states(view: RankView, x: Operands, exit: Tensor, documents: int) -> Tensor:
+    """[N, HV, K, V]: the exit state where a document ends on this rank, zero for all others; an empty document's is its
+    initial state, on rank 0."""
+    final = exit.new_zeros(documents, *exit.shape[1:])
+    final[view.last_docs] = exit[view.last_slots]
+    if x.initial_state is not None:
+        final[view.empty_docs] = x.initial_state[view.empty_docs].to(final.dtype)
+    return final
+
+
+def end_adjoints(view: RankView, x: Operands, dfinal_state: Tensor | None) -> Tensor:
+    """[fragments, HV, K, V]: the final state's gradient where a document ends on this rank, zero elsewhere."""
+    adjoints = start_states(view, x._replace(initial_state=None))
+    if dfinal_state is not None:
+        adjoints[view.last_slots] = dfinal_state[view.last_docs].to(adjoints.dtype)
+    return adjoints
+
+
+def initial_gradient(view: RankView, x: Operands, entering: Tensor, dfinal_state: Tensor | None) -> Tensor | None:
+    """[N, HV, K, V]: this rank's share of the initial state's gradient, None if there is no initial state."""
+    if x.initial_state is None:
+        return None
+    gradient = entering.new_zeros(x.initial_state.shape)
+    gradient[view.first_docs] = entering[view.first_slots]
+    if dfinal_state is not None:
+        gradient[view.empty_docs] = dfinal_state[view.empty_docs].to(gradient.dtype)
+    return gradient
