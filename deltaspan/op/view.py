@@ -92,29 +92,33 @@ def rank_view(part: Partition, rank: int, group: GroupView, width: int, device: 
         "last_slots": last,
         "last_docs": doc[last],
         "empty_docs": np.flatnonzero(np.diff(chains.first) == 0) if rank == 0 else doc[:0],
-        **{f"grid {name}": getattr(grid, name) for name in ("start", "length")},
-        **{f"edges {name}": a for name, a in (("start", start), ("length", length))},
-        **{
-            f"halo {name}": getattr(halo, name) for name in ("history_row", "tail_row", "send_index", "head_send_index")
-        },
+        "start": start,
+        "length": length,
+        "chunk_start": grid.start,
+        "chunk_length": grid.length,
+        "history_row": halo.history_row,
+        "following_row": halo.tail_row,
+        "send_index": halo.send_index,
+        "head_send_index": halo.head_send_index,
     }
     for name, w in walks.items():
-        arrays |= {
-            f"{name} {i}": a for i, a in enumerate((w.order, np.argsort(w.order), w.first, w.first + w.count - 1))
-        }
+        columns = (w.order, np.argsort(w.order), w.first, w.first + w.count - 1)
+        arrays |= {f"{name} {i}": column for i, column in enumerate(columns)}
     t = dict(zip(arrays, _upload(device, list(arrays.values())), strict=True))
-    quiet = not group.forward
+    take = t.pop
+    quiet = not group.forward or width == 1
     return RankView(
         rank=rank,
         tokens=tokens,
         fragments=len(length),
-        **{name: tensor for name, tensor in t.items() if " " not in name} | {"cu_seqlens": t["cu_seqlens"].int()},
-        grid=Grid(tokens, t["grid start"].int(), t["grid length"].int()),
-        **{name: Runs(*(t[f"{name} {i}"] for i in range(4)), w.active) for name, w in walks.items()},
+        cu_seqlens=take("cu_seqlens").int(),
+        grid=Grid(tokens, take("chunk_start").int(), take("chunk_length").int()),
+        edges=Edges(tokens, width, *map(take, ("start", "length", "history_row", "following_row"))),
+        history=_route(take("send_index"), halo.send_counts, halo.recv_counts, quiet),
+        following=_route(take("head_send_index"), halo.head_send_counts, halo.tail_recv_counts, quiet),
         seams=Crossings(rank, group.n_out, group.n_in, group.forward, group.backward),
-        edges=Edges(tokens, width, t["edges start"], t["edges length"], t["halo history_row"], t["halo tail_row"]),
-        history=_route(t["halo send_index"], halo.send_counts, halo.recv_counts, quiet or width == 1),
-        following=_route(t["halo head_send_index"], halo.head_send_counts, halo.tail_recv_counts, quiet or width == 1),
+        **{name: Runs(*(take(f"{name} {i}") for i in range(4)), w.active) for name, w in walks.items()},
+        **t,
     )
 
 
