@@ -6,6 +6,7 @@ With D the adjoint of the state at a chunk's end:    dU = r (K D) + scale (E o P
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from deltaspan.kernels.stages import Runs
@@ -19,7 +20,6 @@ class Adjoint(NamedTuple):
     tape: Tape
     do: Tensor  # [NC, HV, 64, V]
     inner: Tensor  # scale (E o P)^T dO [NC, HV, 64, V]
-    read: Tensor  # scale a Q [NC, HV, 64, K]
 
 
 class Costates(NamedTuple):
@@ -32,8 +32,8 @@ class Costates(NamedTuple):
 @full_precision()
 def adjoint_prep(tape: Tape, do: Tensor) -> Adjoint:
     """Joins the output's gradient do [T, HV, V] to a tape."""
-    do = to_chunks(do, tape.grid, tape.q.dtype)
-    return Adjoint(tape, do, tape.scale * (tape.decay * tape.qk).mT @ do, tape.scale * tape.a * tape.q)
+    do = torch.where(tape.broken, torch.nan, to_chunks(do, tape.grid, tape.q.dtype))  # as loud as the output
+    return Adjoint(tape, do, (tape.scale * tape.decay * tape.qk).mT @ do)
 
 
 @full_precision()
@@ -60,5 +60,5 @@ def _walk_back(adjoint: Adjoint, runs: Runs, leaving: Tensor, costates: Costates
         dU = tape.rk[c] @ D[:n] + adjoint.inner[c]
         if costates is not None:
             costates.costate[c], costates.dupdate[c] = D[:n], dU
-        D[:n] = tape.gamma[c] * D[:n] + adjoint.read[c].mT @ adjoint.do[c] - tape.w[c].mT @ dU
+        D[:n] = tape.gamma[c] * D[:n] + tape.read[c].mT @ adjoint.do[c] - tape.w[c].mT @ dU
     return D[runs.inverse]

@@ -34,12 +34,14 @@ class Tape(NamedTuple):
     v: Tensor
     beta: Tensor  # [NC, HV, 64, 1]
     a: Tensor  # [NC, HV, 64, 1]
+    broken: Tensor  # [NC, HV, 64, 1] bool, from the first key on that breaks the promise of unit keys
     r: Tensor  # [NC, HV, 64, 1]
     gamma: Tensor  # [NC, HV, 1, 1]
     decay: Tensor  # E [NC, HV, 64, 64]
     kk: Tensor  # K K^T [NC, HV, 64, 64]
     qk: Tensor  # tril(Q K^T) [NC, HV, 64, 64]
     solve: Tensor  # T [NC, HV, 64, 64]
+    read: Tensor  # scale a Q
     u: Tensor
     w: Tensor
     rk: Tensor  # r K
@@ -58,8 +60,7 @@ def prep(
     qc, kc, kk, qk, broken = (x.repeat_interleave(group, dim=1) for x in (qc, kc, kk, qk, broken))
     vc, bc = to_chunks(v, grid, dtype), to_chunks(beta, grid, dtype)[..., None]
 
-    # The running sum reaches 64 x 1000, where FP32 steps by 0.004: it is taken in FP64, and only its differences are
-    # rounded.
+    # The running sum reaches 64 x 1000, where FP32 steps by 0.004: it is taken in FP64, its differences are rounded.
     G = to_chunks(g, grid, torch.float64).clamp(min=LOWEST_DECAY).cumsum(-1)[..., None]
     lower = torch.ones(G.shape[-2], G.shape[-2], dtype=torch.bool, device=G.device).tril()
     decay = torch.where(lower, G - G.mT, -torch.inf).exp().to(dtype)
@@ -70,7 +71,12 @@ def prep(
     system = identity + (strict if unit_keys else strict * decay)
     inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
     solve = inverse * decay if unit_keys else inverse
-    solve = torch.where(broken[..., None] & lower, torch.nan, solve)
+
+    # A broken promise is made loud from its row on: in what reads the state there and in the state that leaves the
+    # chunk, but not in T, where a product with its zeros would carry NaN back to the rows before.
+    broken = broken.cumsum(-1)[..., None] > 0
+    read = torch.where(broken, torch.nan, scale * a * qc)
+    gamma = torch.where(broken[..., -1:, :], torch.nan, gamma)
 
     return Tape(
         operands=(q, k, v, g, beta),
@@ -81,12 +87,14 @@ def prep(
         v=vc,
         beta=bc,
         a=a,
+        broken=broken,
         r=r,
         gamma=gamma,
         decay=decay,
         kk=kk,
         qk=qk,
         solve=solve,
+        read=read,
         u=solve @ (bc * vc),
         w=solve @ (bc * a * kc),
         rk=r * kc,

@@ -57,6 +57,6 @@ def walk(tape: Tape, runs: Runs, entry: Tensor, *, output: bool) -> tuple[Tensor
     exit, tape_of_states = state[runs.inverse], States(states, update)
     if not output:
         return None, exit, tape_of_states
-    o = tape.scale * ((tape.a * tape.q) @ states + (tape.decay * tape.qk) @ update)
+    o = tape.read @ states + (tape.scale * tape.decay * tape.qk) @ update
     v = tape.operands[2]
     return to_tokens(o, v, tape.grid, v.dtype), exit, tape_of_states

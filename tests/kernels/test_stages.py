@@ -1,0 +1,268 @@
+"""Every stage by itself, the same body over every tier: the algebra that ties stages together, and hard inputs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import deltaspan as ds
+from deltaspan.kernels import select
+from deltaspan.plan import CHUNK
+from deltaspan.reference import recurrent_gated_delta_rule
+
+# FP64 throughout: a stage is a handful of products of at most 128 terms of unit size, so that only roundings of about
+# 1e-15 each remain; 1e-12 of a tensor's RMS leaves a thousand of them.
+EXACT = 1e-12
+LENGTHS = [70, 0, 1, 64, 129, 5]
+
+
+def close(found: Tensor, expected: Tensor, bound: float = EXACT) -> None:
+    assert found.shape == expected.shape
+    error = (found - expected).abs().max().item() if found.numel() else 0.0
+    scale = expected.square().mean().sqrt().item() if expected.numel() else 0.0
+    assert error <= bound * max(scale, 1e-30), f"worst element {error:.2e} beside an RMS of {scale:.2e}"
+
+
+class Problem:
+    """Random operands over documents of LENGTHS on one rank, in FP64."""
+
+    H, HV, K, V = 2, 6, 24, 16
+
+    def __init__(self, rng: torch.Generator, tier: str, **changes: Tensor) -> None:
+        self.tier = select.tier(tier)
+        self.cu = [0]
+        for length in LENGTHS:
+            self.cu.append(self.cu[-1] + length)
+        T = self.cu[-1]
+        draw = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)  # noqa: E731
+        unit = torch.nn.functional.normalize
+        self.q, self.k = draw(T, self.H, self.K), unit(draw(T, self.H, self.K), dim=-1)
+        self.v, self.do = draw(T, self.HV, self.V), draw(T, self.HV, self.V)
+        self.g = -0.3 * torch.rand(T, self.HV, generator=rng, dtype=torch.float64)
+        self.beta = torch.rand(T, self.HV, generator=rng, dtype=torch.float64)
+        vars(self).update(changes)
+        self.view = ds.build_context(ds.partition(self.cu, 1), device="cpu")._views[0]
+        self.states = draw(len(LENGTHS) - 1, self.HV, self.K, self.V)  # the empty document has no fragment
+        self.unit_keys = True
+
+    def tape(self):
+        return self.tier.prep(
+            self.q, self.k, self.v, self.g, self.beta, self.view.grid, scale=0.3, unit_keys=self.unit_keys
+        )
+
+    def oracle(self, states: Tensor, *, grads: Tensor | None = None, final: Tensor | None = None):
+        """o, final states and gradients of the token recurrence, with the states as every document's initial ones."""
+        leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v, self.g, self.beta, states)]
+        kept = [i for i, length in enumerate(LENGTHS) if length]
+        initial = torch.zeros(len(LENGTHS), *states.shape[1:], dtype=states.dtype).index_put(
+            (torch.tensor(kept),), leaves[5]
+        )
+        o, last = recurrent_gated_delta_rule(*leaves[:5], self.cu, scale=0.3, initial_state=initial)
+        loss = (o * (self.do if grads is None else grads)).sum()
+        if final is not None:
+            loss = loss + (last[kept] * final).sum()
+        loss.backward()
+        return o.detach(), last[kept].detach(), [x.grad for x in leaves]
+
+
+@pytest.fixture(params=select.TIERS)
+def problem(request, rng) -> Problem:
+    return Problem(rng, request.param)
+
+
+def test_walk_gives_outputs_and_exit_states_of_the_recurrence(problem):
+    entry = problem.states.clone()
+    o, exit, _ = problem.tier.walk(problem.tape(), problem.view.every, entry, output=True)
+    expected, last, _ = problem.oracle(problem.states)
+    close(o, expected)
+    close(exit, last)
+    assert torch.equal(entry, problem.states), "the entry states were written to"
+
+
+def test_walk_without_output_walks_the_same_states(problem):
+    o, exit, states = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=False)
+    _, exit_too, states_too = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+    assert o is None
+    assert torch.equal(exit, exit_too)
+    assert all(map(torch.equal, states, states_too))
+
+
+def test_summary_is_the_affine_map_of_a_walk(problem):
+    """exit(entry + added) = M added + b, for every fragment at once and for some of them in another order."""
+    view, tape = problem.view, problem.tape()
+    added = torch.randn_like(problem.states)
+    M, b = problem.tier.summary(tape, view.every, problem.states)
+    _, exit, _ = problem.tier.walk(tape, view.every, problem.states + added, output=True)
+    close(M @ added + b, exit)
+    close(problem.tier.merge(M, added, b), exit)
+
+
+def test_adjoint_summary_is_the_adjoint_of_the_summary(problem):
+    """d(leaving + added) = M^T added + d(leaving), with the forward's M."""
+    view, tape = problem.view, problem.tape()
+    leaving, added = torch.randn_like(problem.states), torch.randn_like(problem.states)
+    M, _ = problem.tier.summary(tape, view.every, problem.states)
+    adjoint = problem.tier.adjoint_prep(tape, problem.do)
+    d = problem.tier.adjoint_summary(adjoint, view.every, leaving)
+    entering, _ = problem.tier.adjoint_walk(adjoint, view.every, leaving + added)
+    close(problem.tier.merge(M.mT, added, d), entering)
+
+
+@pytest.mark.parametrize("unit_keys", [True, False])
+def test_backward_stages_give_the_gradients_of_the_recurrence(problem, unit_keys):
+    problem.unit_keys = unit_keys
+    final = torch.randn_like(problem.states)
+    entering, found = run_backward(problem, final)
+    *_, expected = problem.oracle(problem.states, final=final)
+    for tensor, truth in zip((*found, entering), expected, strict=True):
+        close(tensor, truth)
+
+
+def run_backward(problem: Problem, final: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    tape = problem.tape()
+    _, _, states = problem.tier.walk(tape, problem.view.every, problem.states, output=False)
+    adjoint = problem.tier.adjoint_prep(tape, problem.do)
+    entering, costates = problem.tier.adjoint_walk(adjoint, problem.view.every, final)
+    return entering, problem.tier.gradients(adjoint, states, costates)
+
+
+def strong(p: Problem) -> dict:
+    return {"g": -16 * torch.nn.functional.softplus(torch.randn_like(p.g))}
+
+
+def slow(p: Problem) -> dict:
+    return {"g": -1e-4 * torch.rand_like(p.g)}
+
+
+def no_decay(p: Problem) -> dict:
+    return {"g": torch.zeros_like(p.g)}
+
+
+def cut_off(p: Problem) -> dict:
+    g = p.g.clone()
+    g[[3, 75, 140]] = -torch.inf
+    g[20, 1] = -5000.0
+    return {"g": g}
+
+
+def collinear(p: Problem) -> dict:
+    k = torch.nn.functional.normalize(p.k[:1] + 1e-3 * torch.randn_like(p.k), dim=-1)
+    return {"k": k, "beta": 1 - 1e-3 * torch.rand_like(p.beta)}
+
+
+def reflecting(p: Problem) -> dict:
+    return {"beta": 2 * torch.rand_like(p.beta)}
+
+
+def writing_nothing(p: Problem) -> dict:
+    return {"beta": torch.where(torch.rand_like(p.beta) < 0.5, 0.0, p.beta)}
+
+
+HARD = [strong, slow, no_decay, cut_off, collinear, reflecting, writing_nothing]
+
+
+@pytest.mark.parametrize("tier", select.TIERS)
+@pytest.mark.parametrize("change", HARD)
+def test_hard_inputs(rng, tier, change):
+    """Outputs and gradients stay those of the recurrence where decay, keys and write strengths are extreme."""
+    problem = Problem(rng, tier)
+    problem = Problem(rng, tier, **change(problem))
+    final = torch.randn_like(problem.states)
+    o, _, _ = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+    entering, found = run_backward(problem, final)
+    expected, _, grads = problem.oracle(problem.states, final=final)
+    # Nearly equal keys at beta near 1 make I + tril(beta K K^T) of condition 64^2: it takes four digits more.
+    bound = 1e-8 if change is collinear else 1e-11
+    for tensor, truth in zip((o, *found, entering), (expected, *grads), strict=True):
+        close(tensor, truth, bound)
+
+
+@pytest.mark.parametrize("tier", select.TIERS)
+def test_the_form_for_long_keys(rng, tier):
+    """Keys of length 2 need the decay inside the inverse; under unit_keys they give NaN from there on, not numbers."""
+    problem = Problem(rng, tier)
+    problem.k[66] *= 2
+    problem.beta = problem.beta * 0.4
+    problem.unit_keys = False
+    o, exit, _ = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+    expected, last, _ = problem.oracle(problem.states)
+    close(o, expected)
+    close(exit, last)
+
+    problem.unit_keys = True
+    o, exit, _ = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+    close(o[:66], expected[:66])
+    assert o[66:70, 0].isnan().all() and exit[0].isnan().all()
+    dq, dk, dv, _, _ = run_backward(problem, torch.randn_like(problem.states))[1]
+    assert dq[66:70].isnan().all() and dk[:70].isnan().all() and dv[:70].isnan().all()
+    assert all(x[70:].isfinite().all() for x in (dq, dk, dv))
+    close(o[70:], expected[70:])
+    close(exit[1:], last[1:])
+
+
+@pytest.mark.parametrize("tier", select.TIERS)
+def test_rounded_unit_keys_pass(rng, tier):
+    problem = Problem(rng, tier)
+    for dtype in (torch.bfloat16, torch.float16):
+        problem.k = torch.nn.functional.normalize(torch.randn_like(problem.k), dim=-1).to(dtype).double()
+        o, _, _ = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+        assert o.isfinite().all()
+
+
+@pytest.mark.parametrize("tier", select.TIERS)
+def test_nothing_reads_another_documents_rows(rng, tier):
+    """Rows past a fragment's end in a chunk are the next document's: NaN there must not reach this one."""
+    problem = Problem(rng, tier)
+    start, stop = problem.cu[3], problem.cu[4]
+    for name in ("q", "k", "v", "g", "beta", "do"):
+        poisoned = getattr(problem, name).clone()
+        poisoned[start:stop] = torch.nan
+        setattr(problem, name, poisoned)
+    o, exit, _ = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+    entering, grads = run_backward(problem, torch.randn_like(problem.states))
+    for x in (o, *grads):
+        assert x[:start].isfinite().all() and x[stop:].isfinite().all() and x[start:stop].isnan().any()
+    others = [0, 1, 3, 4]
+    assert exit[others].isfinite().all() and entering[others].isfinite().all()
+
+
+@pytest.mark.parametrize("tier", select.TIERS)
+def test_fragments_do_not_depend_on_their_neighbours(rng, tier):
+    """A document gives the same bits alone and beside others: chunks are padded, batches are independent."""
+    problem = Problem(rng, tier)
+    o, exit, _ = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+    start, stop = problem.cu[4], problem.cu[5]
+    view = ds.build_context(ds.partition([0, stop - start], 1), device="cpu")._views[0]
+    alone = [x[start:stop] for x in (problem.q, problem.k, problem.v, problem.g, problem.beta)]
+    tape = problem.tier.prep(*alone, view.grid, scale=0.3, unit_keys=True)
+    o_alone, exit_alone, _ = problem.tier.walk(tape, view.every, problem.states[3:4], output=True)
+    assert torch.equal(o_alone, o[start:stop])
+    assert torch.equal(exit_alone[0], exit[3])
+
+
+@pytest.mark.parametrize("tier", select.TIERS)
+def test_products_keep_fp32_whatever_the_process_allows(rng, tier, monkeypatch):
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    seen = []
+    solve = torch.linalg.solve_triangular
+
+    def record(*args, **kwargs):
+        seen.append([backend.fp32_precision for backend in backends])
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(torch.linalg, "solve_triangular", record)
+    try:
+        torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = "tf32", "bf16"
+        Problem(rng, tier).tape()
+        assert seen == [["ieee", "ieee"]]
+        assert [backend.fp32_precision for backend in backends] == ["tf32", "bf16"]
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def test_grid_rows_and_tokens_are_inverse(rng):
+    grid = Problem(rng, "torch").view.grid
+    assert grid.token_of_row.shape == (len(grid.start), CHUNK)
+    assert torch.equal(grid.token_of_row.flatten()[grid.row_of_token], torch.arange(grid.tokens))
+    assert grid.valid.flatten()[grid.row_of_token].all() and int(grid.valid.sum()) == grid.tokens
