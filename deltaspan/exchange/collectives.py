@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +19,11 @@ class AllToAll:
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
 
+    @property
+    def arriving(self) -> int:
+        """Rows that this rank receives."""
+        return sum(self.recv_counts)
+
 
 @dataclass(frozen=True, eq=False)
 class AllGather:
@@ -28,8 +33,12 @@ class AllGather:
     send: Tensor
     counts: tuple[int, ...]
 
+    @property
+    def arriving(self) -> int:
+        """Rows that every rank receives."""
+        return sum(self.counts)
+
 
 Collective: TypeAlias = AllToAll | AllGather
 Result = TypeVar("Result")
 Program: TypeAlias = Generator[Collective, Tensor, Result]
-ProgramOf: TypeAlias = Generator[Collective, Tensor, Any]

@@ -11,17 +11,20 @@ from deltaspan.exchange.collectives import AllGather, AllToAll, Collective, Prog
 
 
 class ProcessGroup:
-    """Runs this process's program on a torch.distributed group, one collective after another."""
+    """Runs this process's program on a torch.distributed group, one collective after another.
+
+    A group that has only gloo between GPUs is served through host memory: slow, but right wherever ranks share a GPU.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.ranks = (dist.get_rank(group),)
+        self._through_host = "cuda:gloo" in dist.get_backend_config(group)
 
     def default_device(self) -> torch.device:
         """Where its ranks' operands are expected: the current CUDA device, the CPU if there is none or gloo alone."""
-        on_gpu = torch.cuda.is_available() and dist.get_backend(self.group) != "gloo"
-        return torch.device("cuda" if on_gpu else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() and not self._through_host else "cpu")
 
     def run(self, programs: Sequence[Program]) -> list[Any]:
         """Runs the one program to its end; errors of a collective name it."""
@@ -42,12 +45,13 @@ class ProcessGroup:
         row = asked.send.shape[1:]
         size = row.numel() * asked.send.element_size()
         send = asked.send.contiguous().view(-1).view(torch.uint8)
+        send = send.cpu() if self._through_host else send
         exchange = self._all_to_all if isinstance(asked, AllToAll) else self._all_gather
-        received = exchange(asked, send, size).view(asked.send.dtype)
-        return received.view(len(received) // row.numel() if row.numel() else 0, *row)
+        received = exchange(asked, send, size).to(asked.send.device).view(asked.send.dtype)
+        return received.view(asked.arriving, *row)
 
     def _all_to_all(self, asked: AllToAll, send: Tensor, size: int) -> Tensor:
-        received = send.new_empty(sum(asked.recv_counts) * size)
+        received = send.new_empty(asked.arriving * size)
         splits = [[count * size for count in counts] for counts in (asked.recv_counts, asked.send_counts)]
         dist.all_to_all_single(received, send, *splits, group=self.group)
         return received
