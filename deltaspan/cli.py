@@ -1,0 +1,229 @@
+"""The command line: `demo`, `plan` and `verify`; it parses, calls and prints, and knows no more.
+
+Exit codes: 0 if all that was asked for holds, 1 if not, 2 for bad usage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.resources import files
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from deltaspan.layout import Partition
+
+FAILED, BAD_USAGE = 1, 2
+HEAD_DIM = 128  # of the public models, for the bytes that `plan` shows
+FP32_BYTES = 4
+LAYOUTS = "contiguous, zigzag or zigzag_per_document."
+
+app = typer.Typer(
+    help="Exact context-parallel training of Gated DeltaNet layers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+
+def main() -> None:
+    """Runs the command line."""
+    app(prog_name="deltaspan")
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(help="Processes that share every pack.")] = 4,
+    layout: Annotated[str, typer.Option(help=LAYOUTS)] = "zigzag_per_document",
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 20,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: one GPU a rank, else the CPU.")] = None,
+    folder: Annotated[Path, typer.Option("--out", help="For the pictures and the record.")] = Path("deltaspan-demo"),
+) -> None:
+    """Train a small model on several ranks and on one, and check both against float64."""
+    with _waiting("reading the documents"), _usage_errors():
+        from deltaspan.demo import DemoSettings, RankFailed, opening, prepare, report, run_demo
+
+        run = prepare(DemoSettings(ranks=ranks, layout=layout, steps=steps), device)
+        folder.mkdir(parents=True, exist_ok=True)
+    out.print(opening(run))
+    try:
+        with _progress() as advance:
+            record = run_demo(run, advance)
+    except RankFailed as failure:
+        err.print(str(failure), style="red", markup=False, highlight=False)
+        raise typer.Exit(FAILED) from None
+    out.print(report(record))
+    written = [_write_json(record, folder / "demo.json")]
+    try:
+        written += [
+            _draw("curves", "save_curves", record, folder / "losses.png"),
+            _draw("partition", "save_partition", record["partition"], folder / "partition.png"),
+        ]
+    except ModuleNotFoundError as missing:
+        err.print(f"no pictures: {missing.name} is not installed (pip install 'deltaspan\\[plots]')", highlight=False)
+    out.print("Written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if record["ok"] else FAILED)
+
+
+@app.command()
+def plan(
+    cp: Annotated[int, typer.Option(help="Ranks of the context-parallel group.")],
+    layout: Annotated[str, typer.Option(help=LAYOUTS)],
+    hv: Annotated[int, typer.Option(help="Value heads.")],
+    pack: Annotated[str | None, typer.Option(help="A pack by name: P1 to P5, A1 to A4, C3, C6, C8.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Or document lengths, such as 128102,131072.")] = None,
+    sms: Annotated[int, typer.Option(help="Multiprocessors of a rank's device.")] = 132,
+    rule: Annotated[str, typer.Option(help="How fragments are cut into segments.")] = "one",
+    json_to: Annotated[str | None, typer.Option("--json", help="Write the plan to a file; - prints it alone.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the partition into a file.")] = None,
+) -> None:
+    """Show where the tokens of a pack would live, and what each rank would have to do."""
+    with _waiting("planning"), _usage_errors():
+        from deltaspan.layout import partition
+        from deltaspan.plan import plan_segments
+
+        documents = _document_lengths(pack, lengths)
+        part = partition([0, *accumulate(documents)], cp, layout=layout)
+        segments = plan_segments(part, hv=hv, sm_count=sms, rule=rule)
+        record = {
+            "pack": pack,
+            "lengths": documents,
+            "cp": cp,
+            "layout": part.layout,
+            "rule": rule,
+            "hv": hv,
+            "sms": sms,
+            "fragments": [[list(fragment[:3]) for fragment in fragments] for fragments in part.fragments],
+            "segments": segments,
+        }
+    _give_json(record, json_to)
+    if json_to != "-":
+        with _waiting("counting"):
+            view = _plan_view(record, part)
+        out.print(*view, sep="\n", highlight=False)
+    if png is not None:
+        with _waiting("drawing"), _usage_errors():
+            _draw("partition", "save_partition", record, png)
+
+
+@app.command()
+def verify(
+    suite: Annotated[str, typer.Option(help="How much to check: quick.")] = "quick",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    json_to: Annotated[str | None, typer.Option("--json", help="Write it to a file; - prints it alone.")] = None,
+) -> None:
+    """Check this machine's results against the float64 recurrence."""
+    with _usage_errors(), _progress() as advance:
+        from deltaspan.verify import run_suite
+
+        report = run_suite(suite, device=device, progress=advance)
+    _give_json(report.to_json(), json_to)
+    if json_to != "-":
+        out.print(report.table())
+    raise typer.Exit(0 if report.ok else FAILED)
+
+
+def _document_lengths(pack: str | None, lengths: str | None) -> list[int]:
+    if (pack is None) == (lengths is None):
+        raise ValueError("one of --pack and --lengths is needed, and not both")
+    if lengths is not None:
+        try:
+            return [int(length) for length in lengths.split(",")]
+        except ValueError:
+            raise ValueError(f"--lengths must be whole numbers with commas between, got {lengths!r}") from None
+    packs = json.loads(files("deltaspan").joinpath("data/packs.json").read_text(encoding="utf-8"))["packs"]
+    if pack not in packs:
+        raise ValueError(f"--pack must be one of {', '.join(packs)}, got {pack!r}")
+    return packs[pack]
+
+
+def _plan_view(record: Mapping[str, Any], part: Partition) -> list[RenderableType]:
+    from deltaspan.plan import collective_bytes
+    from deltaspan.plots.plan_table import plan_table, rank_loads, shown_ranks, slowest_rank
+    from deltaspan.plots.text import partition_picture
+
+    loads = rank_loads(record)
+    shown = shown_ranks(record["cp"], slowest_rank(loads))
+    traffic = {}
+    for rank in shown:
+        sides = collective_bytes(
+            part,
+            rank,
+            HV=record["hv"],
+            K=HEAD_DIM,
+            V=HEAD_DIM,
+            state_size=FP32_BYTES,
+            channels=0,
+            width=1,
+            row_size=0,
+        ).values()
+        traffic[rank] = tuple(map(sum, zip(*sides, strict=True)))
+    return [*partition_picture(record, shown), plan_table(loads, traffic, record["sms"])]
+
+
+def _draw(module: str, function: str, record: Mapping[str, Any], path: Path) -> Path:
+    return getattr(import_module(f"deltaspan.plots.{module}"), function)(record, path)
+
+
+def _give_json(content: Mapping[str, Any], target: str | None) -> None:
+    if target == "-":
+        print(json.dumps(content))
+    elif target is not None:
+        with _usage_errors():
+            _write_json(content, Path(target))
+
+
+def _write_json(content: Mapping[str, Any], path: Path) -> Path:
+    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    return path
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """What the user asked for and cannot have: one line, exit 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    except ModuleNotFoundError as missing:
+        if missing.name != "matplotlib":
+            raise
+        err.print("error: pictures need matplotlib: pip install 'deltaspan[plots]'", style="red", markup=False)
+    else:
+        return
+    raise typer.Exit(BAD_USAGE)
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    """A spinner on a terminal's stderr, for what may take a while."""
+    if err.is_terminal:
+        with err.status(what):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Bars on a terminal's stderr, one per stage; yields advance(stage, done, total)."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        tasks: dict[str, Any] = {}
+
+        def advance(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage)
+            progress.update(tasks[stage], completed=done, total=total)
+
+        yield advance

@@ -1,0 +1,110 @@
+"""`deltaspan plan`: the JSON that is promised, alone where that is asked for, and one line for a wrong wish."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from deltaspan.cli import app
+
+ROOT = Path(__file__).parents[2]
+P3 = ["plan", "--pack", "P3", "--cp", "4", "--layout", "zigzag", "--hv", "48"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_json_alone_on_stdout() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "deltaspan", *P3, "--json", "-"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stderr == ""
+    assert json.loads(done.stdout) == {
+        "pack": "P3",
+        "lengths": [128102, 131072],
+        "cp": 4,
+        "layout": "zigzag",
+        "rule": "one",
+        "hv": 48,
+        "sms": 132,
+        "fragments": [
+            [[0, 0, 32397], [1, 98676, 32396]],
+            [[0, 32397, 32397], [1, 66280, 32396]],
+            [[0, 64794, 32397], [1, 33883, 32397]],
+            [[0, 97191, 30911], [1, 0, 1486], [1, 1486, 32397]],
+        ],
+        "segments": [1, 1, 1, 1],
+    }
+
+
+def test_json_into_a_file_beside_the_table(tmp_path: Path) -> None:
+    done = run("plan", "--lengths", "100,0,30", "--cp", "2", "--layout", "contiguous", "--hv", "4",
+               "--json", str(tmp_path / "plan.json"), "--png", str(tmp_path / "plan.png"))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    made = json.loads((tmp_path / "plan.json").read_text())
+    assert made["pack"] is None and made["lengths"] == [100, 0, 30]
+    assert made["fragments"] == [[[0, 0, 65]], [[0, 65, 35], [2, 0, 30]]]
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert "rank 1 <" in done.stdout and "received" in done.stdout
+
+
+def test_the_table_marks_the_slowest_rank() -> None:
+    done = run("plan", "--lengths", "64,640", "--layout", "contiguous", "--cp", "2", "--hv", "1", "--sms", "1")
+    rows = [line.split() for line in done.stdout.splitlines() if "*" in line and not line.startswith(" in")]
+    assert done.exit_code == 0 and rows[0][:2] == ["0", "352"]
+
+
+def test_known_packs_are_whole() -> None:
+    totals = {"P1": 241817, "P2": 261987, "P3": 259174, "P4": 254976, "P5": 249856}
+    for name in [*totals, "A1", "A2", "A3", "A4", "C3", "C6", "C8"]:
+        done = run("plan", "--pack", name, "--cp", "2", "--layout", "contiguous", "--hv", "48", "--json", "-")
+        made = json.loads(done.stdout)
+        assert sum(made["lengths"]) == totals.get(name, sum(made["lengths"]))
+        assert sum(length for row in made["fragments"] for _, _, length in row) == sum(made["lengths"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--layout", "spiral"], "layout"),
+        (["--cp", "0"], "world_size"),
+        (["--hv", "0"], "hv must be at least 1, got 0"),
+        (["--rule", "luck"], "rule must be one of"),
+        (["--pack", "P9"], "--pack must be one of P1, P2"),
+        (["--lengths", "1,2"], "one of --pack and --lengths"),
+        (["--json", "no/such/folder/plan.json"], "No such file"),
+    ],
+)
+def test_a_wrong_wish_is_one_line_and_exit_2(changes: list[str], message: str) -> None:
+    done = run(*P3, *changes)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("lengths", ["1,x", "", "5,-1"])
+def test_wrong_lengths_are_refused(lengths: str) -> None:
+    done = run("plan", "--lengths", lengths, "--cp", "2", "--layout", "zigzag", "--hv", "4")
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_demo_refuses_wrong_wishes_in_one_line(tmp_path: Path) -> None:
+    for wish in (["--ranks", "0"], ["--layout", "spiral"], ["--device", "tpu"]):
+        done = run("demo", "--out", str(tmp_path), *wish)
+        assert done.exit_code == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_an_unknown_option_is_bad_usage() -> None:
+    assert run("plan", "--no-such-option").exit_code == 2
+    assert run("plan", "--pack", "P3").exit_code == 2
+
+
+def test_help_loads_nothing_heavy() -> None:
+    listing = "import sys, deltaspan.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", listing], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "matplotlib"} & set(done.stdout.split())
+    assert all(command in run("--help").stdout for command in ("demo", "plan", "verify"))
