@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from deltaspan.reference.recurrent import SMALLEST_G, check_tensor, plain_operands, without_batch_axis
 
 CHUNK = 64
-BLOCK = 64 * CHUNK
+BLOCK = 32 * CHUNK
 """Tokens whose intermediates are alive together: a block keeps its inputs, and the backward recomputes the rest."""
 
 
@@ -85,14 +85,15 @@ def head_slabs(
         do: [T, HV, V], the gradient of o; a leading batch axis of 1 may be there.
         dfinal_state: [N, HV, K, V], the gradient of the final state, or None for zeros.
 
-    Peak bytes beyond the arguments, with R = HV // H, C = 64, N documents and B the lesser of 4096 and the longest one:
+    Peak bytes beyond the arguments, with R = HV // H, C = 64, N documents, T counting each of them in whole chunks, and
+    B the lesser of 2048 and the longest of them:
 
-        8 T (4 K + 4 R V + 6 R)              leaves, o, do, and the gradients of each block
-      + 8 R K V (T / B + 6 N)                states: at each block's start; initial, final, their gradients
-      + 8 max(T R V,                         the blocks' gradients being joined, or
-              B R (8 C + 6 K + 7 V + 3 K V / C))    one block's intermediates: measured on a CPU, rounded up
+        8 T (4 K + 4 R V + 6 R)       leaves, o, do, and the gradients of every block
+      + 8 R K V (T / B + 6 N)         states: at each block's start; initial, final, their gradients
+      + 8 max(T R V,                  the blocks' gradients being joined, or one block's intermediates,
+              B R (8 C + 6 K + 7 V + 3 K V / C))    as measured on a CPU and rounded up
 
-    For T = 254,976, H = 16, HV = 48, K = V = 128, N = 1 this is 4.21 + 0.03 + 0.78 = 5.0 GB. With q, k, v, do in bf16
+    For T = 254,976, H = 16, HV = 48, K = V = 128, N = 1 this is 4.21 + 0.05 + 0.78 = 5.0 GB. With q, k, v, do in bf16
     and g, beta in fp32 (8.5 GB), and the last slab still in the caller's hands, 8 T (2 K + 2 R V + 2 R) = 2.1 GB, a
     device holds 15.6 GB (14.5 GiB).
 
@@ -111,11 +112,11 @@ def head_slabs(
         leaves = [x[:, h].detach().double().requires_grad_() for x, h in zip((*operands, state), heads, strict=True)]
         with torch.enable_grad():
             o, final_state = _slab(*leaves, offsets, scale)
-        outputs, gradients = [o], [do[:, value_heads].double()]
-        if dfinal_state is not None:
-            outputs.append(final_state)
-            gradients.append(dfinal_state[:, value_heads].double())
-        *grads, dstate = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True, materialize_grads=True)
+        # A zero gradient is handed on too: the checkpoints keep what the backward does not visit.
+        dfinal = torch.zeros_like(final_state) if dfinal_state is None else dfinal_state[:, value_heads].double()
+        *grads, dstate = torch.autograd.grad(
+            (o, final_state), leaves, (do[:, value_heads].double(), dfinal), allow_unused=True, materialize_grads=True
+        )
         dinitial_state = None if initial_state is None else dstate
         return HeadSlab(key_heads, value_heads, o.detach(), final_state.detach(), *grads, dinitial_state)
 
@@ -174,10 +175,10 @@ def _block(
     from_start = g.cumsum(-1).exp()[..., None]  # [n, R, C, 1], e^G
     through = from_start[..., -1:, :]  # [n, R, 1, 1], e^{G_C}
     k_to_end = ratio[..., -1, :, None] * k  # [n, R, C, K], e^{G_C - G} K
-    lower = (beta * ratio * (k @ k.mT)).tril(-1)
+    coupling = beta * ratio * (k @ k.mT)
     right = torch.cat((beta * from_start * k, beta * v), dim=-1)
-    # unitriangular: ones are read on the diagonal, whatever stands there
-    solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+    # Of `coupling` only what lies strictly below the diagonal is read, and ones upon it: this is A, applied.
+    solved = torch.linalg.solve_triangular(coupling, right, upper=False, unitriangular=True)
     W, U = solved.split((k.shape[-1], v.shape[-1]), dim=-1)
 
     states, residuals = [], []
