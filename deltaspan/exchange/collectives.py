@@ -25,6 +25,10 @@ class AllToAll:
         return sum(self.recv_counts)
 
 
+class PeerToPeer(AllToAll):
+    """The same between few: only ranks with rows for each other talk, and a rank without any does not wait."""
+
+
 @dataclass(frozen=True, eq=False)
 class AllGather:
     """Every rank's rows go to all: send [counts[rank], ...] -> [sum(counts), ...], in the order of ranks."""
@@ -39,6 +43,6 @@ class AllGather:
         return sum(self.counts)
 
 
-Collective: TypeAlias = AllToAll | AllGather
+Collective: TypeAlias = AllToAll | PeerToPeer | AllGather
 Result = TypeVar("Result")
 Program: TypeAlias = Generator[Collective, Tensor, Result]

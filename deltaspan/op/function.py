@@ -176,7 +176,7 @@ class _GatedDeltaRule(torch.autograd.Function):
             [forward_program(ctx, view, x, options) for view, x in zip(ctx._views, ranks, strict=True)]
         )
         fn.context, fn.options, fn.count = ctx, options, len(flat)
-        fn.save_for_backward(*flat, *(t for f in done for t in (f.saved.entry, f.saved.received)))
+        fn.save_for_backward(*flat, *(t for f in done for t in (f.saved.entry, f.saved.kept)))
         fn.shapes = [f.saved.shapes for f in done]
         fn.set_materialize_grads(False)
         return *(f.o for f in done), *(f.final_state for f in done if f.final_state is not None)
