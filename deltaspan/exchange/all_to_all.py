@@ -36,7 +36,9 @@ def _to_owners(name: str, seams: Seams, counts: tuple[int, ...], tiles: Tensor) 
     heads = head_ranges(tiles.shape[1], len(counts))
     own = len(heads[seams.rank])
     blocks = [tiles[:, h.start : h.stop].flatten(0, 1) for h in heads]
-    arrived = yield AllToAll(name, torch.cat(blocks), tuple(map(len, blocks)), tuple(n * own for n in counts))
+    arrived = yield AllToAll(
+        name, torch.cat(blocks), tuple(map(len, blocks)), tuple(n * own for n in counts), _about(tiles.shape[1])
+    )
     return arrived.unflatten(0, (sum(counts), own))
 
 
@@ -44,6 +46,10 @@ def _to_homes(name: str, seams: Seams, counts: tuple[int, ...], tiles: Tensor, H
     """[all fragments, own heads, ...] at the owners -> [own fragments, HV, ...] here."""
     here, heads = counts[seams.rank], head_ranges(HV, len(counts))
     own, rows = len(heads[seams.rank]), tuple(here * len(h) for h in heads)
-    arrived = yield AllToAll(name, tiles.flatten(0, 1), tuple(n * own for n in counts), rows)
+    arrived = yield AllToAll(name, tiles.flatten(0, 1), tuple(n * own for n in counts), rows, _about(HV))
     blocks = [x.unflatten(0, (here, len(h))) for x, h in zip(arrived.split(rows), heads, strict=True)]
     return torch.cat(blocks, dim=1)
+
+
+def _about(HV: int) -> str:
+    return f"{HV} heads"

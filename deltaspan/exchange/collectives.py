@@ -18,6 +18,7 @@ class AllToAll:
     send: Tensor
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
+    about: str = ""  # what else the ranks must have in common
 
     @property
     def arriving(self) -> int:
@@ -36,6 +37,7 @@ class AllGather:
     name: str
     send: Tensor
     counts: tuple[int, ...]
+    about: str = ""  # what else the ranks must have in common
 
     @property
     def arriving(self) -> int:
@@ -44,5 +46,13 @@ class AllGather:
 
 
 Collective: TypeAlias = AllToAll | PeerToPeer | AllGather
+
+
+def describe(asked: Collective) -> str:
+    """What all ranks that take part must ask for alike."""
+    rows = f"{asked.send.dtype} rows {list(asked.send.shape[1:])}".removeprefix("torch.")
+    return f"{type(asked).__name__} {asked.name!r} of {rows}{asked.about and ', ' + asked.about}"
+
+
 Result = TypeVar("Result")
 Program: TypeAlias = Generator[Collective, Tensor, Result]

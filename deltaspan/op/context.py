@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltaspan.exchange import AllGather, Program, Transport, gather_tokens, scatter_gradient, transport
 from deltaspan.layout import Partition
+from deltaspan.op.together import always
 from deltaspan.op.view import GroupView, RankView, group_view, rank_view
 from deltaspan.plan import check_rule
 
@@ -93,6 +94,7 @@ class Context:
         _check_tokens(x, dim, self, "at least", self.part.total_tokens)
         return self._each(lambda view: x.index_select(dim, view.token_ids))
 
+    @always
     def unshard(self, x_local: Tensor | list[Tensor], dim: int = 1, total: int | None = None) -> Tensor | list[Tensor]:
         """The whole pack in global order on every rank, from every rank's tokens along `dim`: the inverse of `shard`.
 
@@ -227,6 +229,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @always
     def backward(fn: Any, *grads: Tensor) -> tuple:
         ctx, group = fn.context, fn.context._group
         shards = ctx._transport.run(

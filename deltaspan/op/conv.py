@@ -9,6 +9,7 @@ from deltaspan.exchange import Program, fetch_rows
 from deltaspan.kernels import select
 from deltaspan.op.context import Context
 from deltaspan.op.operands import TYPES, squeeze
+from deltaspan.op.together import any_row_crosses
 from deltaspan.op.view import RankView
 
 ACTIVATIONS = ("silu", None)
@@ -22,6 +23,7 @@ class Filter(NamedTuple):
     bias: Tensor | None  # [D]
 
 
+@any_row_crosses
 def causal_conv1d(
     x: Any,
     weight: Any,
@@ -120,6 +122,7 @@ class _CausalConv1d(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @any_row_crosses
     def backward(fn: Any, *grads: Tensor) -> tuple:
         ctx, n, tensors = fn.context, fn.count, fn.saved_tensors
         ranks, history = _by_rank(tensors[: fn.given], n), tensors[fn.given :]

@@ -11,10 +11,12 @@ from deltaspan.op.forward import forward_program
 from deltaspan.op.operands import Operands, check_like, check_operands
 from deltaspan.op.options import Options
 from deltaspan.op.saved import Saved
+from deltaspan.op.together import any_state_crosses
 
 Shards = Tensor | list[Tensor]
 
 
+@any_state_crosses
 def chunk_gated_delta_rule(
     q: Shards,
     k: Shards,
@@ -92,6 +94,7 @@ def chunk_gated_delta_rule(
     return _batched(ctx, o, q), (ctx._unlisted(final) if output_final_state else None)
 
 
+@any_state_crosses
 @torch.no_grad()
 def forward(
     q: Shards,
@@ -114,6 +117,7 @@ def forward(
     return _batched(ctx, [f.o for f in done], q), final, ctx._unlisted([f.saved for f in done])
 
 
+@any_state_crosses
 @torch.no_grad()
 def backward(
     q: Shards,
@@ -183,6 +187,7 @@ class _GatedDeltaRule(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @any_state_crosses
     def backward(fn: Any, *grads: Tensor | None) -> tuple:
         ctx, tensors = fn.context, fn.saved_tensors
         ranks, kept = _by_rank(tensors[: fn.count]), tensors[fn.count :]

@@ -1,0 +1,36 @@
+"""Calls in which all ranks of a group take part: one that raises does not leave the others waiting."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from deltaspan.op.view import RankView
+
+
+def together(awaited: Callable[[RankView], bool]) -> Callable[[Callable], Callable]:
+    """Marks such a call. A context is among its arguments, or is its first one's `context`.
+
+    awaited: whether the other ranks will ask for a collective in this call. If this rank raises then, they are told
+    (over gloo; NCCL has only its timeout), and end with an error that names it.
+    """
+
+    def mark(call: Callable) -> Callable:
+        @wraps(call)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:
+                candidates = (*args, *kwargs.values(), getattr(args[0], "context", None) if args else None)
+                ctx = next((a for a in candidates if hasattr(a, "_transport")), None)
+                if ctx is not None and awaited(ctx._views[0]):
+                    ctx._transport.announce(error, ctx.device)
+                raise
+
+        return marked
+
+    return mark
+
+
+any_state_crosses = together(lambda view: not view.seams.none)
+any_row_crosses = together(lambda view: not view.history.none)
+always = together(lambda view: True)
