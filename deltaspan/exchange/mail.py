@@ -5,8 +5,10 @@ each peer by itself: of a peer that died, is silent, raised, or asks for another
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ from deltaspan.exchange.collectives import AllGather, Collective, PeerToPeer, de
 ENVELOPE_BYTES = 1024
 ENVELOPE_TAG, LETTER_TAG = 20_001, 20_002  # apart from tag 0 of whatever else the group is used for
 GRACE = timedelta(seconds=1)  # for what is under way already when a failure is known
+
+_turns: Counter[str] = Counter()  # by group name: contexts come and go, the mail of their group goes on
 
 
 class PeerFailed(RuntimeError):
@@ -34,7 +38,15 @@ class Mail:
         self.group = group
         self.rank = dist.get_rank(group)
         self.peers = [peer for peer in range(dist.get_world_size(group)) if peer != self.rank]
-        self._announced: list[dist.Work] = []  # kept alive for a peer that may come later
+
+    @property
+    def turn(self) -> int:
+        """How many calls in which all ranks take part this group has seen."""
+        return _turns[self.group.group_name]
+
+    def begin(self) -> None:
+        """Counts such a call, so that news of a failure is not taken for that of a later one."""
+        _turns[self.group.group_name] += 1
 
     def exchange(self, asked: Collective, send: Tensor, size: int) -> Tensor:
         """Carries out a collective on bytes send [rows * size]; returns those that arrive.
@@ -56,10 +68,14 @@ class Mail:
         call = describe(asked)
         written = {peer: _seal({"call": call, "bytes": len(outgoing[peer])}) for peer in receivers}
         read = {peer: torch.empty(ENVELOPE_BYTES, dtype=torch.uint8) for peer in senders}
-        unsent, unread = self._pass(ENVELOPE_TAG, written, read)
-        faults = unsent | unread
-        for peer in read.keys() - unread.keys():  # a peer may have ended after it told why
-            faults |= self._faults_of(peer, _open(read[peer]), call, len(incoming[peer]))
+        faults, unread = self._pass(ENVELOPE_TAG, written, read)
+        while read:
+            faults |= unread
+            envelopes = {peer: _open(read[peer]) for peer in read.keys() - unread.keys()}
+            read = {peer: read[peer] for peer, e in envelopes.items() if e.get("turn", self.turn) < self.turn}
+            for peer in envelopes.keys() - read.keys():  # this may be why a peer has ended, and tells more
+                faults |= self._faults_of(peer, envelopes[peer], call, len(incoming[peer]))
+            _, unread = self._pass(ENVELOPE_TAG, {}, read)  # news of a failure in an earlier turn is none
         self._check(asked.name, faults)
 
         written = {peer: outgoing[peer] for peer in receivers if len(outgoing[peer])}
@@ -72,11 +88,14 @@ class Mail:
         """Lets every peer that waits for this rank, now or later, know that it failed, and why."""
         told = isinstance(error, PeerFailed)
         culprit, why = (error.culprit, str(error)) if told else (self.rank, f"{type(error).__name__}: {error}")
-        envelope = _seal({"failed": culprit, "why": why.encode("ascii", "replace").decode()[:400]})
+        why = why.encode("ascii", "replace").decode()[:400]
+        envelope = _seal({"failed": culprit, "why": why, "turn": self.turn})
         works = [self._post(dist.isend, envelope, ENVELOPE_TAG, peer) for peer in self.peers]
-        self._announced += [work for work in works if isinstance(work, dist.Work)]
-        for work in self._announced:
-            self._wait(work, GRACE)
+        # A peer that waits reads at once; for one that comes later the mail waits by itself. A wait with a limit would
+        # close the connection at its end.
+        delivery = Thread(target=lambda: [self._wait(w, None) for w in works if isinstance(w, dist.Work)], daemon=True)
+        delivery.start()
+        delivery.join(GRACE.total_seconds())
 
     def _pass(self, tag: int, written: dict[int, Tensor], read: dict[int, Tensor]) -> tuple[dict[int, str], ...]:
         """Sends to some peers and receives from some; returns what went wrong in sending and in receiving, by peer."""

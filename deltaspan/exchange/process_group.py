@@ -51,6 +51,10 @@ class ProcessGroup:
             except RuntimeError as error:
                 raise RuntimeError(f"rank {self.ranks[0]}: collective {asked.name!r} failed: {error}") from error
 
+    def begin(self) -> None:
+        """Marks the begin of a call in which all ranks take part."""
+        self._mail.begin()
+
     def announce(self, error: BaseException, device: torch.device) -> None:
         """Tells the other ranks, who would wait for this one, that it raised. Only gloo's mail can."""
         if f"{device.type}:gloo" in self._backends:

@@ -30,6 +30,9 @@ class SimulatedGroup:
         """Where its ranks' operands are expected: the current CUDA device where there is one, else the CPU."""
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
+    def begin(self) -> None:
+        """Nothing to count."""
+
     def announce(self, error: BaseException, device: torch.device) -> None:
         """Nobody waits: a rank that raises ends the call of all."""
 

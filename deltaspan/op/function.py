@@ -11,7 +11,7 @@ from deltaspan.op.forward import forward_program
 from deltaspan.op.operands import Operands, check_like, check_operands
 from deltaspan.op.options import Options
 from deltaspan.op.saved import Saved
-from deltaspan.op.together import any_state_crosses
+from deltaspan.op.together import anchor, any_state_crosses
 
 Shards = Tensor | list[Tensor]
 
@@ -89,7 +89,7 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
     ranks = _operands(ctx, q, k, v, g, beta, initial_state)
     flat = [t for x in ranks for t in x]
-    results = _GatedDeltaRule.apply(ctx, options, *flat)
+    results = _GatedDeltaRule.apply(ctx, options, anchor(ctx), *flat)
     o, final = results[: len(ranks)], results[len(ranks) :]
     return _batched(ctx, o, q), (ctx._unlisted(final) if output_final_state else None)
 
@@ -174,7 +174,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     """All ranks that run here at once: one rank's operands after another's, each as `Operands`."""
 
     @staticmethod
-    def forward(fn: Any, ctx: Context, options: Options, *flat: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(fn: Any, ctx: Context, options: Options, anchor: Tensor, *flat: Tensor | None) -> tuple[Tensor, ...]:
         ranks = _by_rank(flat)
         done = ctx._transport.run(
             [forward_program(ctx, view, x, options) for view, x in zip(ctx._views, ranks, strict=True)]
@@ -203,14 +203,12 @@ class _GatedDeltaRule(torch.autograd.Function):
                 for i, (view, x) in enumerate(zip(ctx._views, ranks, strict=True))
             ]
         )  # fmt: skip
-        return None, None, *(grad for g in done for grad in g[: len(Operands._fields)])
+        return None, None, None, *(grad for g in done for grad in g[: len(Operands._fields)])
 
 
 def _operands(
     ctx: Context, q: Shards, k: Shards, v: Shards, g: Shards, beta: Shards, initial_state: Shards | None
 ) -> list[Operands]:
-    if not isinstance(ctx, Context):
-        raise TypeError(f"ctx must be a Context, from deltaspan.build_context, got {type(ctx).__name__}")
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     columns = [ctx._listed(name, x) for name, x in named.items()]
     initial = ctx._replicated("initial_state", initial_state)

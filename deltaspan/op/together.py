@@ -4,6 +4,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from deltaspan.op.view import RankView
 
 
@@ -17,12 +20,15 @@ def together(awaited: Callable[[RankView], bool]) -> Callable[[Callable], Callab
     def mark(call: Callable) -> Callable:
         @wraps(call)
         def marked(*args: Any, **kwargs: Any) -> Any:
+            candidates = (*args, *kwargs.values(), getattr(args[0], "context", None) if args else None)
+            ctx = next((a for a in candidates if hasattr(a, "_transport")), None)
+            if ctx is None:
+                raise TypeError("ctx must be a Context, from deltaspan.build_context")
+            ctx._transport.begin()
             try:
                 return call(*args, **kwargs)
             except Exception as error:
-                candidates = (*args, *kwargs.values(), getattr(args[0], "context", None) if args else None)
-                ctx = next((a for a in candidates if hasattr(a, "_transport")), None)
-                if ctx is not None and awaited(ctx._views[0]):
+                if awaited(ctx._views[0]):
                     ctx._transport.announce(error, ctx.device)
                 raise
 
@@ -34,3 +40,11 @@ def together(awaited: Callable[[RankView], bool]) -> Callable[[Callable], Callab
 any_state_crosses = together(lambda view: not view.seams.none)
 any_row_crosses = together(lambda view: not view.history.none)
 always = together(lambda view: True)
+
+
+def anchor(ctx: Any) -> Tensor:
+    """An input that wants a gradient on every rank, so that all ranks have a backward where any has one.
+
+    Without it a rank whose own inputs need no gradient would leave the others waiting for its part of the adjoint.
+    """
+    return torch.empty(0, requires_grad=torch.is_grad_enabled() and ctx.part.world_size > 1)
