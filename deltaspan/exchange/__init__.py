@@ -4,21 +4,25 @@ A rank's work is a program: a generator that yields each collective it takes par
 The same program runs on a real process group, one rank a process, and on a simulated group, all ranks in lockstep.
 """
 
-from deltaspan.exchange.collectives import AllGather, AllToAll, Program
+from deltaspan.exchange.collectives import AllGather, AllToAll, PeerToPeer, Program
 from deltaspan.exchange.halo import HaloRoute, fetch_rows
 from deltaspan.exchange.process_group import ProcessGroup
 from deltaspan.exchange.reshard import gather_tokens, scatter_gradient
+from deltaspan.exchange.seams import Hop, Seams
 from deltaspan.exchange.simulated import SimulatedGroup
-from deltaspan.exchange.states import Crossings, carry_adjoints, carry_states
+from deltaspan.exchange.states import EXCHANGES, carry_adjoints, carry_states
 from deltaspan.exchange.transport import Transport, transport
 
 __all__ = [
+    "EXCHANGES",
     "AllGather",
     "AllToAll",
-    "Crossings",
     "HaloRoute",
+    "Hop",
+    "PeerToPeer",
     "ProcessGroup",
     "Program",
+    "Seams",
     "SimulatedGroup",
     "Transport",
     "carry_adjoints",

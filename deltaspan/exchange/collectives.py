@@ -18,11 +18,16 @@ class AllToAll:
     send: Tensor
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
+    about: str = ""  # what else the ranks must have in common
 
     @property
     def arriving(self) -> int:
         """Rows that this rank receives."""
         return sum(self.recv_counts)
+
+
+class PeerToPeer(AllToAll):
+    """The same between few: only ranks with rows for each other talk, and a rank without any does not wait."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +37,7 @@ class AllGather:
     name: str
     send: Tensor
     counts: tuple[int, ...]
+    about: str = ""  # what else the ranks must have in common
 
     @property
     def arriving(self) -> int:
@@ -39,6 +45,14 @@ class AllGather:
         return sum(self.counts)
 
 
-Collective: TypeAlias = AllToAll | AllGather
+Collective: TypeAlias = AllToAll | PeerToPeer | AllGather
+
+
+def describe(asked: Collective) -> str:
+    """What all ranks that take part must ask for alike."""
+    rows = f"{asked.send.dtype} rows {list(asked.send.shape[1:])}".removeprefix("torch.")
+    return f"{type(asked).__name__} {asked.name!r} of {rows}{asked.about and ', ' + asked.about}"
+
+
 Result = TypeVar("Result")
 Program: TypeAlias = Generator[Collective, Tensor, Result]

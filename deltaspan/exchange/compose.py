@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 Merge: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # (M, X, b) -> M X + b
@@ -32,3 +33,14 @@ def compose_adjoints(merge: Merge, M: Tensor, d: Tensor, links: Sequence[tuple[T
         state = d[entered] if state is None else merge(M[entered_out].mT, state[: len(out)], d[entered])
         leaving[out] = state
     return leaving
+
+
+def join_pairs(M: Tensor, b: Tensor) -> Tensor:
+    """M [n, heads, K, K] and b [n, heads, K, V] as one row a head, [n, heads, K (K + V)]."""
+    return torch.cat([M.flatten(2), b.flatten(2)], dim=-1)
+
+
+def split_pairs(pairs: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `join_pairs`, with the K and V of states `like` [..., K, V]."""
+    K, V = like.shape[-2:]
+    return pairs[..., : K * K].unflatten(-1, (K, K)), pairs[..., K * K :].unflatten(-1, (K, V))

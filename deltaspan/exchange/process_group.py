@@ -1,4 +1,4 @@
-"""One rank of a real process group, over gloo or NCCL."""
+"""One rank of a real process group, over NCCL or gloo."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,27 +7,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deltaspan.exchange.collectives import AllGather, AllToAll, Collective, Program
+from deltaspan.exchange.collectives import AllGather, Collective, PeerToPeer, Program
+from deltaspan.exchange.mail import Mail, PeerFailed
 
 
 class ProcessGroup:
     """Runs this process's program on a torch.distributed group, one collective after another.
 
-    A group that has only gloo between GPUs is served through host memory: slow, but right wherever ranks share a GPU.
+    Tensors whose backend is gloo travel as mail from rank to rank, which names the rank that a failure came from; those
+    of GPUs go through host memory then: slow, but right wherever ranks share a GPU. All others use NCCL's collectives.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.ranks = (dist.get_rank(group),)
-        self._through_host = "cuda:gloo" in dist.get_backend_config(group)
+        self._backends = dist.get_backend_config(group)
+        self._mail = Mail(group)
 
     def default_device(self) -> torch.device:
         """Where its ranks' operands are expected: the current CUDA device, the CPU if there is none or gloo alone."""
-        return torch.device("cuda" if torch.cuda.is_available() and not self._through_host else "cpu")
+        on_gpu = torch.cuda.is_available() and "cuda:gloo" not in self._backends
+        return torch.device("cuda" if on_gpu else "cpu")
 
     def run(self, programs: Sequence[Program]) -> list[Any]:
-        """Runs the one program to its end; errors of a collective name it."""
+        """Runs the one program to its end.
+
+        Raises:
+            RuntimeError: a collective that failed, by name; over gloo also the rank that failed, raised, or asked for
+                something else.
+        """
         (program,) = programs
         arrived = None
         while True:
@@ -37,24 +46,50 @@ class ProcessGroup:
                 return [end.value]
             try:
                 arrived = self._carry_out(asked)
+            except PeerFailed:
+                raise
             except RuntimeError as error:
                 raise RuntimeError(f"rank {self.ranks[0]}: collective {asked.name!r} failed: {error}") from error
+
+    def begin(self) -> None:
+        """Marks the begin of a call in which all ranks take part."""
+        self._mail.begin()
+
+    def announce(self, error: BaseException, device: torch.device) -> None:
+        """Tells the other ranks, who would wait for this one, that it raised. Only gloo's mail can."""
+        if f"{device.type}:gloo" in self._backends:
+            self._mail.announce(error)
 
     def _carry_out(self, asked: Collective) -> Tensor:
         # Rows travel as bytes: every backend moves those, whatever element types it knows.
         row = asked.send.shape[1:]
         size = row.numel() * asked.send.element_size()
         send = asked.send.contiguous().view(-1).view(torch.uint8)
-        send = send.cpu() if self._through_host else send
-        exchange = self._all_to_all if isinstance(asked, AllToAll) else self._all_gather
-        received = exchange(asked, send, size).to(asked.send.device).view(asked.send.dtype)
-        return received.view(asked.arriving, *row)
+        if f"{send.device.type}:gloo" in self._backends:
+            received = self._mail.exchange(asked, send.cpu(), size).to(send.device)
+        elif isinstance(asked, AllGather):
+            received = self._all_gather(asked, send, size)
+        else:
+            received = send.new_empty(asked.arriving * size)
+            splits = [[count * size for count in counts] for counts in (asked.recv_counts, asked.send_counts)]
+            if isinstance(asked, PeerToPeer):
+                self._peer_to_peer(received, send, *splits)
+            else:
+                dist.all_to_all_single(received, send, *splits, group=self.group)
+        return received.view(asked.send.dtype).view(asked.arriving, *row)
 
-    def _all_to_all(self, asked: AllToAll, send: Tensor, size: int) -> Tensor:
-        received = send.new_empty(asked.arriving * size)
-        splits = [[count * size for count in counts] for counts in (asked.recv_counts, asked.send_counts)]
-        dist.all_to_all_single(received, send, *splits, group=self.group)
-        return received
+    def _peer_to_peer(self, received: Tensor, send: Tensor, recv_bytes: list[int], send_bytes: list[int]) -> None:
+        outgoing, incoming = send.split(send_bytes), received.split(recv_bytes)
+        here = self.ranks[0]
+        incoming[here].copy_(outgoing[here])
+        operations = [
+            dist.P2POp(operation, block, group=self.group, group_peer=peer)
+            for operation, blocks in ((dist.isend, outgoing), (dist.irecv, incoming))
+            for peer, block in enumerate(blocks)
+            if peer != here and block.numel()
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
 
     def _all_gather(self, asked: AllGather, send: Tensor, size: int) -> Tensor:
         padded = send.new_zeros(max(asked.counts) * size)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltaspan.exchange.collectives import AllGather, AllToAll, Collective, Program
+from deltaspan.exchange.collectives import AllGather, AllToAll, Collective, Program, describe
 
 
 class SimulatedGroup:
@@ -29,6 +29,12 @@ class SimulatedGroup:
     def default_device(self) -> torch.device:
         """Where its ranks' operands are expected: the current CUDA device where there is one, else the CPU."""
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def begin(self) -> None:
+        """Nothing to count."""
+
+    def announce(self, error: BaseException, device: torch.device) -> None:
+        """Nobody waits: a rank that raises ends the call of all."""
 
     def run(self, programs: Sequence[Program]) -> list[Any]:
         """Runs one program a rank to its end.
@@ -54,10 +60,9 @@ class SimulatedGroup:
             raise RuntimeError(
                 f"{asked[0].name}: {self.world_size - len(asked)} of {self.world_size} ranks take no part"
             )
-        kinds = [(type(c).__name__, c.name, c.send.shape[1:], c.send.dtype) for c in asked]
-        for rank, kind in enumerate(kinds):
-            if kind != kinds[0]:
-                raise RuntimeError(f"rank {rank} asks for {kind}, rank 0 for {kinds[0]}")
+        for rank, other in enumerate(map(describe, asked)):
+            if other != describe(asked[0]):
+                raise RuntimeError(f"rank {rank} asks for {other}, rank 0 for {describe(asked[0])}")
 
 
 def _exchange(asked: Sequence[AllToAll]) -> list[Tensor]:

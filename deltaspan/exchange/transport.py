@@ -21,6 +21,14 @@ class Transport(Protocol):
         """Where the operands of its ranks are expected."""
         ...
 
+    def begin(self) -> None:
+        """Marks the begin of a call in which all ranks take part."""
+        ...
+
+    def announce(self, error: BaseException, device: torch.device) -> None:
+        """Tells the other ranks, who would wait for the collectives of this one, that it raised."""
+        ...
+
     def run(self, programs: Sequence[Program]) -> list[Any]:
         """Runs one program a rank of `ranks` to its end, carrying out the collectives that they yield."""
         ...

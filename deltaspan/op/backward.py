@@ -11,7 +11,6 @@ from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
 from deltaspan.op.saved import Saved, end_adjoints, initial_gradient, start_states
 from deltaspan.op.view import RankView
-from deltaspan.plan import head_ranges
 
 
 class Gradients(NamedTuple):
@@ -49,7 +48,6 @@ def backward_program(
     adjoint = tier.adjoint_prep(tape, do)
     leaving = end_adjoints(view, x, dfinal_state)
     d = tier.adjoint_summary(adjoint, view.entered, leaving[view.in_slots])
-    heads = head_ranges(x.v.shape[1], ctx.part.world_size)
-    leaving[view.out_slots] = yield from carry_adjoints(view.seams, heads, tier.merge, saved.received, d)
+    leaving[view.out_slots] = yield from carry_adjoints(options.exchange, view.seams, tier.merge, saved.kept, d)
     entering, costates = tier.adjoint_walk(adjoint, view.every, leaving)
     return Gradients(*tier.gradients(adjoint, states, costates), initial_gradient(view, x, entering, dfinal_state))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltaspan.exchange import AllGather, Program, Transport, gather_tokens, scatter_gradient, transport
 from deltaspan.layout import Partition
+from deltaspan.op.together import always, anchor
 from deltaspan.op.view import GroupView, RankView, group_view, rank_view
 from deltaspan.plan import check_rule
 
@@ -93,6 +94,7 @@ class Context:
         _check_tokens(x, dim, self, "at least", self.part.total_tokens)
         return self._each(lambda view: x.index_select(dim, view.token_ids))
 
+    @always
     def unshard(self, x_local: Tensor | list[Tensor], dim: int = 1, total: int | None = None) -> Tensor | list[Tensor]:
         """The whole pack in global order on every rank, from every rank's tokens along `dim`: the inverse of `shard`.
 
@@ -108,7 +110,7 @@ class Context:
         total = self.part.total_tokens if total is None else total
         if total < self.part.total_tokens:
             raise ValueError(f"total must be at least the pack's {self.part.total_tokens} tokens, got {total}")
-        return self._unlisted(_Unshard.apply(self, dim, total, *shards))
+        return self._unlisted(_Unshard.apply(self, dim, total, anchor(self), *shards))
 
     def _each(self, read: Any) -> Any:
         return self._unlisted([read(view) for view in self._views])
@@ -155,27 +157,13 @@ def build_context(
         TypeError: `part` is no partition, or `group` no group.
         ValueError: a value out of range, or one on which the ranks of the group disagree (on every rank).
     """
-    if not isinstance(part, Partition):
-        raise TypeError(f"part must be a Partition, from deltaspan.partition, got {type(part).__name__}")
-    if conv_kernel_size < 1:
-        raise ValueError(f"conv_kernel_size must be at least 1, got {conv_kernel_size}")
-    if sm_count is not None and sm_count < 1:
-        raise ValueError(f"sm_count must be at least 1, got {sm_count}")
-    check_rule(p_rule)
     link = transport(group)
-    if link.world_size != part.world_size:
-        size = f"a group of {link.world_size} ranks" if group is not None else "no group, which is one rank"
-        raise ValueError(f"part is for {part.world_size} ranks, but there is {size}")
-    simulated = group is link
-    if rank is not None and (simulated or rank != link.ranks[0]):
-        raise ValueError(f"rank must be the group's own{'' if simulated else f', {link.ranks[0]}'}, got {rank}")
-    device = torch.device(device) if device is not None else link.default_device()
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    if sm_count is None:
-        on_gpu = device.type == "cuda"
-        sm_count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else DEFAULT_SM_COUNT
-
+    link.begin()
+    try:
+        device, sm_count = _check(part, link, group, rank, device, conv_kernel_size, p_rule, sm_count)
+    except Exception as error:  # the others are about to compare their contexts with this rank's
+        link.announce(error, link.default_device())
+        raise
     shared = {"part": part.digest(), "p_rule": p_rule, "sm_count": sm_count, "conv_kernel_size": conv_kernel_size}
     link.run([_agree(link.world_size, shared, device) for _ in link.ranks])
     whole = group_view(part, device)
@@ -188,8 +176,41 @@ def build_context(
         _transport=link,
         _views=tuple(rank_view(part, r, whole, conv_kernel_size, device) for r in link.ranks),
         _group=whole,
-        _simulated=simulated,
+        _simulated=group is link,
     )
+
+
+def _check(
+    part: Partition,
+    link: Transport,
+    group: object,
+    rank: int | None,
+    device: torch.device | str | None,
+    conv_kernel_size: int,
+    p_rule: str,
+    sm_count: int | None,
+) -> tuple[torch.device, int]:
+    """The device and its multiprocessors, once the arguments of `build_context` are found to fit."""
+    if not isinstance(part, Partition):
+        raise TypeError(f"part must be a Partition, from deltaspan.partition, got {type(part).__name__}")
+    if conv_kernel_size < 1:
+        raise ValueError(f"conv_kernel_size must be at least 1, got {conv_kernel_size}")
+    if sm_count is not None and sm_count < 1:
+        raise ValueError(f"sm_count must be at least 1, got {sm_count}")
+    check_rule(p_rule)
+    if link.world_size != part.world_size:
+        size = f"a group of {link.world_size} ranks" if group is not None else "no group, which is one rank"
+        raise ValueError(f"part is for {part.world_size} ranks, but there is {size}")
+    simulated = group is link
+    if rank is not None and (simulated or rank != link.ranks[0]):
+        raise ValueError(f"rank must be the group's own{'' if simulated else f', {link.ranks[0]}'}, got {rank}")
+    device = torch.device(device) if device is not None else link.default_device()
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if sm_count is None:
+        on_gpu = device.type == "cuda"
+        sm_count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else DEFAULT_SM_COUNT
+    return device, sm_count
 
 
 def _agree(world_size: int, shared: dict[str, object], device: torch.device) -> Program[None]:
@@ -216,7 +237,7 @@ def _check_tokens(x: Tensor, dim: int, ctx: Context, bound: str, tokens: int) ->
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(fn: Any, ctx: Context, dim: int, total: int, *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(fn: Any, ctx: Context, dim: int, total: int, anchor: Tensor, *shards: Tensor) -> tuple[Tensor, ...]:
         fn.context, fn.dim = ctx, dim
         group = ctx._group
         rows = ctx._transport.run([gather_tokens(x.movedim(dim, 0), group.tokens, group.place) for x in shards])
@@ -227,6 +248,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @always
     def backward(fn: Any, *grads: Tensor) -> tuple:
         ctx, group = fn.context, fn.context._group
         shards = ctx._transport.run(
@@ -235,4 +257,4 @@ class _Unshard(torch.autograd.Function):
                 for view, grad in zip(ctx._views, grads, strict=True)
             ]
         )
-        return None, None, None, *(x.movedim(0, fn.dim) for x in shards)
+        return None, None, None, None, *(x.movedim(0, fn.dim) for x in shards)

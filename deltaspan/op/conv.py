@@ -9,6 +9,7 @@ from deltaspan.exchange import Program, fetch_rows
 from deltaspan.kernels import select
 from deltaspan.op.context import Context
 from deltaspan.op.operands import TYPES, squeeze
+from deltaspan.op.together import anchor, any_row_crosses
 from deltaspan.op.view import RankView
 
 ACTIVATIONS = ("silu", None)
@@ -22,6 +23,7 @@ class Filter(NamedTuple):
     bias: Tensor | None  # [D]
 
 
+@any_row_crosses
 def causal_conv1d(
     x: Any,
     weight: Any,
@@ -55,8 +57,6 @@ def causal_conv1d(
     Raises:
         TypeError, ValueError: an argument that does not fit, before anything is sent.
     """
-    if not isinstance(ctx, Context):
-        raise TypeError(f"ctx must be a Context, from deltaspan.build_context, got {type(ctx).__name__}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
     for name, value, served in (
@@ -70,7 +70,7 @@ def causal_conv1d(
         _check(ctx, view, *_as_tuples(*given)) for view, *given in zip(ctx._views, shards, weights, biases, strict=True)
     ]
     flat = [t for filters in ranks for f in filters for t in f]
-    results = iter(_CausalConv1d.apply(ctx, activation, len(ranks[0]), *flat))
+    results = iter(_CausalConv1d.apply(ctx, activation, len(ranks[0]), anchor(ctx), *flat))
     outputs = [
         tuple(next(results).reshape(t.shape) for t in (shard if isinstance(shard, tuple) else (shard,)))
         for shard in shards
@@ -109,7 +109,9 @@ class _CausalConv1d(torch.autograd.Function):
     """All ranks that run here at once, `count` filters each, one rank's after another's."""
 
     @staticmethod
-    def forward(fn: Any, ctx: Context, activation: str | None, count: int, *flat: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        fn: Any, ctx: Context, activation: str | None, count: int, anchor: Tensor, *flat: Tensor | None
+    ) -> tuple[Tensor, ...]:
         ranks = _by_rank(flat, count)
         done = ctx._transport.run(
             [forward_program(ctx, view, filters, activation) for view, filters in zip(ctx._views, ranks, strict=True)]
@@ -120,6 +122,7 @@ class _CausalConv1d(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @any_row_crosses
     def backward(fn: Any, *grads: Tensor) -> tuple:
         ctx, n, tensors = fn.context, fn.count, fn.saved_tensors
         ranks, history = _by_rank(tensors[: fn.given], n), tensors[fn.given :]
@@ -137,7 +140,7 @@ class _CausalConv1d(torch.autograd.Function):
             for f, of_filter in zip(filters, by_filter, strict=True)
             for x, t in zip(f, of_filter, strict=True)
         )
-        return None, None, None, *gradients
+        return None, None, None, None, *gradients
 
 
 def _by_rank(flat: tuple, count: int) -> list[list[Filter]]:

@@ -11,7 +11,6 @@ from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
 from deltaspan.op.saved import Saved, final_states, shapes, start_states
 from deltaspan.op.view import RankView
-from deltaspan.plan import head_ranges
 
 
 class Forward(NamedTuple):
@@ -35,10 +34,9 @@ def enter(ctx: Context, view: RankView, x: Operands, options: Options, tape: Any
     tier = stages(ctx, options)
     entry = start_states(view, x)
     M, b = tier.summary(tape, view.leaving, entry[view.out_slots])
-    heads = head_ranges(x.v.shape[1], ctx.part.world_size)
-    entered, received = yield from carry_states(view.seams, heads, tier.merge, M, b)
+    entered, kept = yield from carry_states(options.exchange, view.seams, tier.merge, M, b)
     entry[view.in_slots] = entered
-    return entry, Saved(ctx, options, shapes(x), entered, received)
+    return entry, Saved(ctx, options, shapes(x), entered, kept)
 
 
 def prepare(tier: Any, view: RankView, x: Operands, options: Options) -> Any:

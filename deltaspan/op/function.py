@@ -11,10 +11,12 @@ from deltaspan.op.forward import forward_program
 from deltaspan.op.operands import Operands, check_like, check_operands
 from deltaspan.op.options import Options
 from deltaspan.op.saved import Saved
+from deltaspan.op.together import anchor, any_state_crosses
 
 Shards = Tensor | list[Tensor]
 
 
+@any_state_crosses
 def chunk_gated_delta_rule(
     q: Shards,
     k: Shards,
@@ -87,11 +89,12 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
     ranks = _operands(ctx, q, k, v, g, beta, initial_state)
     flat = [t for x in ranks for t in x]
-    results = _GatedDeltaRule.apply(ctx, options, *flat)
+    results = _GatedDeltaRule.apply(ctx, options, anchor(ctx), *flat)
     o, final = results[: len(ranks)], results[len(ranks) :]
     return _batched(ctx, o, q), (ctx._unlisted(final) if output_final_state else None)
 
 
+@any_state_crosses
 @torch.no_grad()
 def forward(
     q: Shards,
@@ -114,6 +117,7 @@ def forward(
     return _batched(ctx, [f.o for f in done], q), final, ctx._unlisted([f.saved for f in done])
 
 
+@any_state_crosses
 @torch.no_grad()
 def backward(
     q: Shards,
@@ -170,19 +174,20 @@ class _GatedDeltaRule(torch.autograd.Function):
     """All ranks that run here at once: one rank's operands after another's, each as `Operands`."""
 
     @staticmethod
-    def forward(fn: Any, ctx: Context, options: Options, *flat: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(fn: Any, ctx: Context, options: Options, anchor: Tensor, *flat: Tensor | None) -> tuple[Tensor, ...]:
         ranks = _by_rank(flat)
         done = ctx._transport.run(
             [forward_program(ctx, view, x, options) for view, x in zip(ctx._views, ranks, strict=True)]
         )
         fn.context, fn.options, fn.count = ctx, options, len(flat)
-        fn.save_for_backward(*flat, *(t for f in done for t in (f.saved.entry, f.saved.received)))
+        fn.save_for_backward(*flat, *(t for f in done for t in (f.saved.entry, f.saved.kept)))
         fn.shapes = [f.saved.shapes for f in done]
         fn.set_materialize_grads(False)
         return *(f.o for f in done), *(f.final_state for f in done if f.final_state is not None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @any_state_crosses
     def backward(fn: Any, *grads: Tensor | None) -> tuple:
         ctx, tensors = fn.context, fn.saved_tensors
         ranks, kept = _by_rank(tensors[: fn.count]), tensors[fn.count :]
@@ -198,14 +203,12 @@ class _GatedDeltaRule(torch.autograd.Function):
                 for i, (view, x) in enumerate(zip(ctx._views, ranks, strict=True))
             ]
         )  # fmt: skip
-        return None, None, *(grad for g in done for grad in g[: len(Operands._fields)])
+        return None, None, None, *(grad for g in done for grad in g[: len(Operands._fields)])
 
 
 def _operands(
     ctx: Context, q: Shards, k: Shards, v: Shards, g: Shards, beta: Shards, initial_state: Shards | None
 ) -> list[Operands]:
-    if not isinstance(ctx, Context):
-        raise TypeError(f"ctx must be a Context, from deltaspan.build_context, got {type(ctx).__name__}")
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     columns = [ctx._listed(name, x) for name, x in named.items()]
     initial = ctx._replicated("initial_state", initial_state)

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from deltaspan.exchange import EXCHANGES
+
 # What this release serves of the options whose other values are still to come; anything else is refused, never ignored.
 SERVED: dict[str, tuple[Any, ...]] = {
     "use_qk_l2norm_in_kernel": (False,),
@@ -16,7 +18,6 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "save_mode": ("light",),
     "boundary_mode": ("saved",),
     "save_transfer": (True,),
-    "exchange": ("all_to_all",),
     "segments": (None, 1),
     "reuse_recompute_tapes": ("auto", False),
     "recompute_output": ("auto", "always"),
@@ -32,6 +33,7 @@ class Options:
     scale: float | None = None
     unit_keys: bool = True
     output_final_state: bool = False
+    exchange: str = "all_to_all"
     backend: str = "auto"
 
     @classmethod
@@ -56,5 +58,7 @@ class Options:
         for name in ("unit_keys", "output_final_state"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if self.exchange not in EXCHANGES:
+            raise ValueError(f"exchange must be one of {list(EXCHANGES)}, got {self.exchange!r}")
         if self.scale is not None and (isinstance(self.scale, bool) or not isinstance(self.scale, int | float)):
             raise TypeError(f"scale must be a float or None, got {self.scale!r}")

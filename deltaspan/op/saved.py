@@ -18,7 +18,7 @@ class Saved:
     options: Options
     shapes: tuple
     entry: Tensor  # [n_in, HV, K, V], true states at the start of the fragments that state enters
-    received: Tensor  # [N_out, own heads, K (K + V)], summaries that this rank composes as the owner of its heads
+    kept: Tensor  # of the forward's exchange, what the backward's needs: maps, as received or its own
 
     def check(self, context: Context, options: Options, x: Operands) -> None:
         """Raises ValueError unless this was kept by a forward of the same context, shapes and options."""

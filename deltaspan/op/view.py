@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltaspan.exchange import Crossings, HaloRoute
+from deltaspan.exchange import HaloRoute, Hop, Seams
 from deltaspan.kernels.stages import Edges, Grid, Runs
 from deltaspan.layout import Partition, halo_plan
-from deltaspan.plan import chain_links, chunk_grid, crossings, walk_order
+from deltaspan.plan import chain_links, chunk_grid, crossings, ring_hops, walk_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class RankView:
     last_slots: Tensor  # fragments that end a document, and their documents
     last_docs: Tensor
     empty_docs: Tensor  # documents without tokens, which rank 0 answers for
-    seams: Crossings
+    seams: Seams
 
     edges: Edges  # fragment borders as the convolution sees them
     history: HaloRoute
@@ -116,9 +116,18 @@ def rank_view(part: Partition, rank: int, group: GroupView, width: int, device: 
         edges=Edges(tokens, width, *map(take, ("start", "length", "history_row", "following_row"))),
         history=_route(take("send_index"), halo.send_counts, halo.recv_counts, quiet),
         following=_route(take("head_send_index"), halo.head_send_counts, halo.tail_recv_counts, quiet),
-        seams=Crossings(rank, group.n_out, group.n_in, group.forward, group.backward),
+        seams=Seams(rank, group.n_out, group.n_in, group.forward, group.backward, lambda: _hops(part, rank, device)),
         **{name: Runs(*(take(f"{name} {i}") for i in range(4)), w.active) for name, w in walks.items()},
         **t,
+    )
+
+
+def _hops(part: Partition, rank: int, device: torch.device) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
+    both = ring_hops(part, rank)
+    columns = iter(_upload(device, [column for hops in both for hop in hops for column in hop[:3]]))
+    return tuple(
+        tuple(Hop(s == 0, next(columns), next(columns), next(columns), *hop[3:]) for s, hop in enumerate(hops))
+        for hops in both
     )
 
 

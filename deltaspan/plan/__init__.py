@@ -2,7 +2,7 @@
 
 from deltaspan.plan.costs import collective_bytes, crossings, head_ranges, retained_bytes
 from deltaspan.plan.rules import RULES, check_rule, plan_segments
-from deltaspan.plan.tables import CHUNK, ChunkGrid, Links, WalkOrder, chain_links, chunk_grid, walk_order
+from deltaspan.plan.tables import CHUNK, ChunkGrid, Links, WalkOrder, chain_links, chunk_grid, ring_hops, walk_order
 
 __all__ = [
     "CHUNK",
@@ -18,5 +18,6 @@ __all__ = [
     "head_ranges",
     "plan_segments",
     "retained_bytes",
+    "ring_hops",
     "walk_order",
 ]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deltaspan.layout import Partition
+from deltaspan.plan.costs import crossings
 
 CHUNK = 64
 
@@ -93,4 +94,43 @@ def chain_links(part: Partition) -> Links:
     return Links(
         forward=by_step(position, out, entered),
         backward=by_step(total - 1 - position, out, entered, out_number[successor]),
+    )
+
+
+class RingHop(NamedTuple):
+    """One rank's part in one step of the ring; numbers are local, in the order of rows sent or arriving."""
+
+    source: np.ndarray  # [sent], fragments whose state goes one link on
+    source_in: np.ndarray  # [sent], what the step before reached in the same fragments; meaningless in the first
+    target: np.ndarray  # [received], fragments that are reached
+    send_counts: tuple[int, ...]  # [W]
+    recv_counts: tuple[int, ...]
+
+
+def ring_hops(part: Partition, rank: int) -> tuple[list[RingHop], list[RingHop]]:
+    """The steps of `chain_links` as one rank sees them: forward from out numbers to in numbers, backward the
+    reverse."""
+    n_out, n_in = (np.cumsum(np.append(0, counts)) for counts in crossings(part))
+    links = chain_links(part)
+
+    def hop(source: tuple, source_in: tuple, target: tuple) -> RingHop:
+        (sources, source_base), (entered, entered_base), (targets, target_base) = source, source_in, target
+        sender = np.searchsorted(source_base, sources, side="right") - 1
+        receiver = np.searchsorted(target_base, targets, side="right") - 1
+        sent = np.flatnonzero(sender == rank)
+        sent = sent[np.argsort(receiver[sent], kind="stable")]
+        arriving = np.flatnonzero(receiver == rank)
+        arriving = arriving[np.argsort(sender[arriving], kind="stable")]
+        return RingHop(
+            sources[sent] - source_base[rank],
+            entered[sent] - entered_base[rank],
+            targets[arriving] - target_base[rank],
+            tuple(np.bincount(receiver[sent], minlength=part.world_size).tolist()),
+            tuple(np.bincount(sender[arriving], minlength=part.world_size).tolist()),
+        )
+
+    reached = [links.forward[0][1], *(entered for _, entered in links.forward)] if links.forward else []
+    return (
+        [hop((out, n_out), (reached[s][: len(out)], n_in), (i, n_in)) for s, (out, i) in enumerate(links.forward)],
+        [hop((i, n_in), (entered_out, n_out), (out, n_out)) for out, i, entered_out in links.backward],
     )

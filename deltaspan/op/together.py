@@ -1,0 +1,50 @@
+"""Calls in which all ranks of a group take part: one that raises does not leave the others waiting."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltaspan.op.view import RankView
+
+
+def together(awaited: Callable[[RankView], bool]) -> Callable[[Callable], Callable]:
+    """Marks such a call. A context is among its arguments, or is its first one's `context`.
+
+    awaited: whether the other ranks will ask for a collective in this call. If this rank raises then, they are told
+    (over gloo; NCCL has only its timeout), and end with an error that names it.
+    """
+
+    def mark(call: Callable) -> Callable:
+        @wraps(call)
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            candidates = (*args, *kwargs.values(), getattr(args[0], "context", None) if args else None)
+            ctx = next((a for a in candidates if hasattr(a, "_transport")), None)
+            if ctx is None:
+                raise TypeError("ctx must be a Context, from deltaspan.build_context")
+            ctx._transport.begin()
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:
+                if awaited(ctx._views[0]):
+                    ctx._transport.announce(error, ctx.device)
+                raise
+
+        return marked
+
+    return mark
+
+
+any_state_crosses = together(lambda view: not view.seams.none)
+any_row_crosses = together(lambda view: not view.history.none)
+always = together(lambda view: True)
+
+
+def anchor(ctx: Any) -> Tensor:
+    """An input that wants a gradient on every rank, so that all ranks have a backward where any has one.
+
+    Without it a rank whose own inputs need no gradient would leave the others waiting for its part of the adjoint.
+    """
+    return torch.empty(0, requires_grad=torch.is_grad_enabled() and ctx.part.world_size > 1)
