@@ -10,7 +10,8 @@ TIERS = ("torch",)
 def is_supported(device: torch.device | str) -> bool:
     """Whether some tier of this release runs on `device`; never raises."""
     try:
-        return torch.device(device).type in ("cpu", "cuda")
+        kind = torch.device(device).type
+        return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
     except (RuntimeError, TypeError):
         return False
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from deltaspan.exchange import AllGather, Program, Transport, gather_tokens, scatter_gradient, transport
+from deltaspan.kernels.select import is_supported
 from deltaspan.layout import Partition
+from deltaspan.layout.pack import as_int
+from deltaspan.op.operands import check_tensor
 from deltaspan.op.together import always, anchor
 from deltaspan.op.view import GroupView, RankView, group_view, rank_view
 from deltaspan.plan import check_rule
@@ -107,7 +110,7 @@ class Context:
         shards = self._listed("x_local", x_local)
         for view, x in zip(self._views, shards, strict=True):
             _check_tokens(x, dim, self, "exactly", view.tokens)
-        total = self.part.total_tokens if total is None else total
+        total = self.part.total_tokens if total is None else as_int("total", total, minimum=0)
         if total < self.part.total_tokens:
             raise ValueError(f"total must be at least the pack's {self.part.total_tokens} tokens, got {total}")
         return self._unlisted(_Unshard.apply(self, dim, total, anchor(self), *shards))
@@ -193,10 +196,7 @@ def _check(
     """The device and its multiprocessors, once the arguments of `build_context` are found to fit."""
     if not isinstance(part, Partition):
         raise TypeError(f"part must be a Partition, from deltaspan.partition, got {type(part).__name__}")
-    if conv_kernel_size < 1:
-        raise ValueError(f"conv_kernel_size must be at least 1, got {conv_kernel_size}")
-    if sm_count is not None and sm_count < 1:
-        raise ValueError(f"sm_count must be at least 1, got {sm_count}")
+    as_int("conv_kernel_size", conv_kernel_size, minimum=1)
     check_rule(p_rule)
     if link.world_size != part.world_size:
         size = f"a group of {link.world_size} ranks" if group is not None else "no group, which is one rank"
@@ -204,13 +204,16 @@ def _check(
     simulated = group is link
     if rank is not None and (simulated or rank != link.ranks[0]):
         raise ValueError(f"rank must be the group's own{'' if simulated else f', {link.ranks[0]}'}, got {rank}")
-    device = torch.device(device) if device is not None else link.default_device()
+    device = link.default_device() if device is None else device
+    if not is_supported(device):
+        raise ValueError(f"device must be one that a tier runs on, cpu or cuda, got {device!r}")
+    device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if sm_count is None:
         on_gpu = device.type == "cuda"
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else DEFAULT_SM_COUNT
-    return device, sm_count
+    return device, as_int("sm_count", sm_count, minimum=1)
 
 
 def _agree(world_size: int, shared: dict[str, object], device: torch.device) -> Program[None]:
@@ -227,12 +230,11 @@ def _agree(world_size: int, shared: dict[str, object], device: torch.device) -> 
 
 
 def _check_tokens(x: Tensor, dim: int, ctx: Context, bound: str, tokens: int) -> None:
+    check_tensor("x", x, ctx.device)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must be an axis of a tensor of shape {tuple(x.shape)}, got {dim}")
     if x.shape[dim] < tokens or (bound == "exactly" and x.shape[dim] != tokens):
         raise ValueError(f"x must have {bound} {tokens} tokens along dim {dim}, got shape {tuple(x.shape)}")
-    if x.device != ctx.device:
-        raise ValueError(f"x is on {x.device}, the context on {ctx.device}: build the context with device=")
 
 
 class _Unshard(torch.autograd.Function):

@@ -8,7 +8,7 @@ from torch import Tensor
 from deltaspan.exchange import Program, fetch_rows
 from deltaspan.kernels import select
 from deltaspan.op.context import Context
-from deltaspan.op.operands import TYPES, squeeze
+from deltaspan.op.operands import check_tensor, check_type, squeeze
 from deltaspan.op.together import anchor, any_row_crosses
 from deltaspan.op.view import RankView
 
@@ -57,6 +57,8 @@ def causal_conv1d(
     Raises:
         TypeError, ValueError: an argument that does not fit, before anything is sent.
     """
+    if not isinstance(ctx, Context):
+        raise TypeError(f"ctx must be a Context, from deltaspan.build_context, got {type(ctx).__name__}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
     for name, value, served in (
@@ -151,6 +153,8 @@ def _by_rank(flat: tuple, count: int) -> list[list[Filter]]:
 def _as_tuples(x: Any, weight: Any, bias: Any) -> tuple[tuple, tuple, tuple]:
     if not isinstance(x, tuple):
         return (x,), (weight,), (bias,)
+    if not x:
+        raise ValueError("x must be a tensor or a tuple of some, got ()")
     bias = (None,) * len(x) if bias is None else bias
     for name, value in (("weight", weight), ("bias", bias)):
         if not isinstance(value, tuple) or len(value) != len(x):
@@ -162,15 +166,12 @@ def _check(ctx: Context, view: RankView, xs: tuple, weights: tuple, biases: tupl
     filters = []
     for x, weight, bias in zip(xs, weights, biases, strict=True):
         for name, t in (("x", x), ("weight", weight), ("bias", bias)):
-            if not isinstance(t, Tensor) and not (name == "bias" and t is None):
-                raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
-            if t is not None and t.device != ctx.device:
-                raise ValueError(
-                    f"{name} is on {t.device}, the context on {ctx.device}: build the context with device="
-                )
+            if not (name == "bias" and t is None):
+                check_tensor(name, t, ctx.device)
+                check_type(name, t)
         x = squeeze(x, "x", 2)
-        if x.dtype not in TYPES or x.dtype != xs[0].dtype:
-            raise ValueError(f"x must be bf16, fp16, fp32 or fp64, all of a tuple alike; got {x.dtype}")
+        if x.dtype != xs[0].dtype:
+            raise ValueError(f"x must be of one type, all of a tuple alike; got {xs[0].dtype} and {x.dtype}")
         if len(x) != view.tokens and not (ctx.part.world_size == 1 and len(x) > view.tokens):
             raise ValueError(f"x has {len(x)} tokens, but the context gives this rank {view.tokens}")
         for name, t, shape in (("weight", weight, (x.shape[1], ctx.conv_kernel_size)), ("bias", bias, (x.shape[1],))):

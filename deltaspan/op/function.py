@@ -10,7 +10,7 @@ from deltaspan.op.context import Context
 from deltaspan.op.forward import forward_program
 from deltaspan.op.operands import Operands, check_like, check_operands
 from deltaspan.op.options import Options
-from deltaspan.op.saved import Saved
+from deltaspan.op.saved import Saved, check_saved
 from deltaspan.op.together import anchor, any_state_crosses
 
 Shards = Tensor | list[Tensor]
@@ -60,6 +60,7 @@ def chunk_gated_delta_rule(
         g: [1, T, HV], fp32 (or fp64 beside such operands): natural-log decay; below -1000 it counts as -1000.
         beta: [1, T, HV], fp32 or bf16: write strength, in [0, 1], or [0, 2] with negative eigenvalues.
             The leading axis of 1 may be left out. On one rank buffers may be longer than the pack: zero output there.
+            Under autocast q, k and v are cast as for a matrix product.
         ctx: of `build_context`.
         scale: of the output; None means K ** -0.5.
         initial_state: [N, HV, K, V], fp32, one a document, given alike on every rank; its gradient is this rank's share
@@ -87,7 +88,7 @@ def chunk_gated_delta_rule(
         segments=segments, reuse_recompute_tapes=reuse_recompute_tapes, recompute_output=recompute_output,
         recompute_handle=recompute_handle, workspace=workspace,
     )  # fmt: skip
-    ranks = _operands(ctx, q, k, v, g, beta, initial_state)
+    ranks = [_as_autocast(x) for x in _operands(ctx, q, k, v, g, beta, initial_state)]
     flat = [t for x in ranks for t in x]
     results = _GatedDeltaRule.apply(ctx, options, anchor(ctx), *flat)
     o, final = results[: len(ranks)], results[len(ranks) :]
@@ -153,8 +154,7 @@ def backward(
         for t, x in zip(ctx._replicated("dfinal_state", dfinal_state), ranks, strict=True)
     ]
     for s, x in zip(kept, ranks, strict=True):
-        if s is not None:
-            s.check(ctx, options, x)
+        check_saved(s, ctx, options, x)
     done = ctx._transport.run(
         [
             backward_program(ctx, view, x, options, *rest)
@@ -209,6 +209,8 @@ class _GatedDeltaRule(torch.autograd.Function):
 def _operands(
     ctx: Context, q: Shards, k: Shards, v: Shards, g: Shards, beta: Shards, initial_state: Shards | None
 ) -> list[Operands]:
+    if not isinstance(ctx, Context):
+        raise TypeError(f"ctx must be a Context, from deltaspan.build_context, got {type(ctx).__name__}")
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     columns = [ctx._listed(name, x) for name, x in named.items()]
     initial = ctx._replicated("initial_state", initial_state)
@@ -222,6 +224,15 @@ def _operands(
         )
         for view, *row in zip(ctx._views, *columns, initial, strict=True)
     ]
+
+
+def _as_autocast(x: Operands) -> Operands:
+    """Under autocast q, k and v are cast as for a matrix product: all but FP64, to the type that it names."""
+    device = x.q.device.type
+    if not torch.is_autocast_enabled(device) or x.q.dtype == torch.float64:
+        return x
+    narrow = torch.get_autocast_dtype(device)
+    return x._replace(q=x.q.to(narrow), k=x.k.to(narrow), v=x.v.to(narrow))
 
 
 def _by_rank(flat: tuple) -> list[Operands]:

@@ -1,11 +1,31 @@
 """The operands of one rank: their shapes, checked, and without the batch axis."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_tensor(name: str, x: Any, device: torch.device) -> None:
+    """Raises TypeError unless `x` is a tensor, ValueError unless it lies on the context's device."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, the context on {device}: build the context with device=")
+
+
+def check_type(name: str, x: Tensor) -> None:
+    """Raises ValueError unless `x` holds floating-point numbers of a known type."""
+    if x.dtype not in TYPES:
+        raise ValueError(f"{name} must be bf16, fp16, fp32 or fp64, got {x.dtype}")
+
+
+def check_heads(H: int, HV: int) -> None:
+    """Raises ValueError unless HV value heads divide evenly over H key heads."""
+    if H < 1 or HV < 1 or HV % H:
+        raise ValueError(f"v's heads must be a multiple of q's, got HV={HV} and H={H}")
 
 
 class Operands(NamedTuple):
@@ -59,18 +79,14 @@ def check_operands(
     if initial_state is not None:
         named["initial_state"] = initial_state
     for name, x in named.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.device != device:
-            raise ValueError(f"{name} is on {x.device}, the context on {device}: build the context with device=")
+        check_tensor(name, x, device)
     q, k, v = (squeeze(x, name, 3) for name, x in (("q", q), ("k", k), ("v", v)))
     g, beta = (squeeze(x, name, 2) for name, x in (("g", g), ("beta", beta)))
     x = Operands(q, k, v, g, beta, initial_state)
     T, (H, K), (HV, V) = len(q), q.shape[1:], v.shape[1:]
     if tokens > T or (tokens < T and not padded):
         raise ValueError(f"q has {T} tokens, but the context gives this rank {tokens}")
-    if H < 1 or HV < 1 or HV % H:
-        raise ValueError(f"v's heads must be a multiple of q's, got HV={HV} and H={H}")
+    check_heads(H, HV)
     if K < 1 or V < 1:
         raise ValueError(f"head dimensions must be at least 1, got K={K} and V={V}")
     expected = {"k": (T, H, K), "v": (T, HV, V), "g": (T, HV), "beta": (T, HV), "initial_state": (documents, HV, K, V)}
@@ -78,8 +94,7 @@ def check_operands(
         found = getattr(x, name)
         if found is not None and tuple(found.shape) != shape:
             raise ValueError(f"{name} must have shape {shape} beside these q and v, got {tuple(found.shape)}")
-    if q.dtype not in TYPES:
-        raise ValueError(f"q must be bf16, fp16, fp32 or fp64, got {q.dtype}")
+    check_type("q", q)
     for name, found in (("k", k), ("v", v)):
         if found.dtype != q.dtype:
             raise ValueError(f"{name} must have q's type {q.dtype}, got {found.dtype}")
@@ -97,8 +112,11 @@ def check_like(name: str, x: Tensor, shape: tuple[int, ...], device: torch.devic
     """A gradient of something of `shape`, which may have a leading batch axis of 1, without it.
 
     Raises:
-        ValueError: another shape or device.
+        TypeError: no tensor.
+        ValueError: another shape, type or device.
     """
-    if tuple(x.shape) not in (tuple(shape), (1, *shape)) or x.device != device:
-        raise ValueError(f"{name} must have shape {tuple(shape)} on {device}, got {tuple(x.shape)} on {x.device}")
+    check_tensor(name, x, device)
+    check_type(name, x)
+    if tuple(x.shape) not in (tuple(shape), (1, *shape)):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
     return x.reshape(shape)

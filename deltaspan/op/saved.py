@@ -20,14 +20,19 @@ class Saved:
     entry: Tensor  # [n_in, HV, K, V], true states at the start of the fragments that state enters
     kept: Tensor  # of the forward's exchange, what the backward's needs: maps, as received or its own
 
-    def check(self, context: Context, options: Options, x: Operands) -> None:
-        """Raises ValueError unless this was kept by a forward of the same context, shapes and options."""
-        if self.context is not context:
-            raise ValueError("saved was kept by a forward with another context")
-        if self.shapes != shapes(x):
-            raise ValueError(f"saved was kept by a forward with operands {self.shapes}, got {shapes(x)}")
-        if self.options != options:
-            raise ValueError(f"saved was kept by a forward with {self.options}, got {options}")
+
+def check_saved(saved: object, context: Context, options: Options, x: Operands) -> None:
+    """Raises unless `saved` is None, or was kept by a forward of the same context, shapes and options."""
+    if saved is None:
+        return
+    if not isinstance(saved, Saved):
+        raise TypeError(f"saved must be what forward returned as its third result, got {type(saved).__name__}")
+    if saved.context is not context:
+        raise ValueError("saved was kept by a forward with another context")
+    if saved.shapes != shapes(x):
+        raise ValueError(f"saved was kept by a forward with operands {saved.shapes}, got {shapes(x)}")
+    if saved.options != options:
+        raise ValueError(f"saved was kept by a forward with {saved.options}, got {options}")
 
 
 def shapes(x: Operands) -> tuple:

@@ -3,6 +3,7 @@
 import torch
 
 from deltaspan.op.context import Context
+from deltaspan.op.operands import check_heads
 from deltaspan.plan import collective_bytes, retained_bytes
 
 
@@ -22,6 +23,7 @@ def comm_bytes(
     channels: of the convolution; None means those of a packed q | k | v row, 2 H K + HV V.
     With a SimulatedGroup a list, one entry a rank.
     """
+    check_heads(H, HV)
     sizes = {"state_size": _state_size(dtype), "row_size": dtype.itemsize, "width": ctx.conv_kernel_size}
     channels = 2 * H * K + HV * V if channels is None else channels
     return ctx._each(lambda view: collective_bytes(ctx.part, view.rank, HV=HV, K=K, V=V, channels=channels, **sizes))
@@ -31,6 +33,7 @@ def saved_bytes(
     ctx: Context, *, H: int, HV: int, K: int = 128, V: int = 128, dtype: torch.dtype = torch.bfloat16
 ) -> int | list[int]:
     """Bytes that this rank keeps from a layer's forward to its backward, beyond the operands."""
+    check_heads(H, HV)
     return ctx._each(lambda view: retained_bytes(ctx.part, view.rank, HV=HV, K=K, V=V, state_size=_state_size(dtype)))
 
 

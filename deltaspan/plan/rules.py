@@ -30,5 +30,7 @@ def plan_segments(part: Partition, *, hv: int, sm_count: int, rule: str = "one")
 
 
 def check_rule(rule: str) -> None:
+    if not isinstance(rule, str):
+        raise TypeError(f"rule must be the name of one, got {rule!r}")
     if rule not in RULES:
         raise ValueError(f"rule must be one of {sorted(RULES)}, got {rule!r}")

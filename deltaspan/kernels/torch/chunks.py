@@ -26,13 +26,15 @@ def to_tokens(chunks: Tensor, like: Tensor, grid: Grid, dtype: torch.dtype) -> T
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """FP32 products in FP32: a process that allows TF32 or bf16 for them would lose what states carry between ranks."""
+    """FP32 products in FP32, whatever the process allows for its own: TF32, bf16 or autocast would lose what states
+    carry from rank to rank."""
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [backend.fp32_precision for backend in backends]
     for backend in backends:
         backend.fp32_precision = "ieee"
     try:
-        yield
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
     finally:
         for backend, precision in zip(backends, before, strict=True):
             backend.fp32_precision = precision

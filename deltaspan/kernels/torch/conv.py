@@ -24,7 +24,7 @@ def activate(pre: Tensor, activation: str | None, like: Tensor) -> Tensor:
 
 def activation_gradient(pre: Tensor, activation: str | None, dy: Tensor) -> Tensor:
     """dpre [tokens, D], at the unrounded preactivation."""
-    dy = dy[: len(pre)].to(pre.dtype)
+    dy = dy[: len(pre)].to(pre.dtype).contiguous()  # sums over tokens follow the order of memory
     if activation is None:
         return dy
     s = _sigmoid(pre)

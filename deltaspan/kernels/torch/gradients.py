@@ -7,8 +7,11 @@ With X = T^T dU and W = V - a (K S), and all decay ratios taken once:
     x1 = scale a (dO S^T)        x2 = a (dW S^T)        x3 = r (U D^T)        kappa = <x3, k>
     dq = x1 + dP K        dk = x3 - x2 + dP^T Q + Y K + Y^T K
     M = tril(dP o P + Y o K K^T, -1)
-    dG = rowsum M - colsum M + <x1, q> - <x2, k> - kappa,  and at the last row + sum kappa + gamma <D, S>
-    dg = reverse running sum of dG
+    dg_j = sum_(i >= j) (<x1_i, q_i> - <x2_i, k_i>) + sum_(i < j) kappa_i + sum_(l < j <= i) M_il + gamma <D, S>
+
+The decay g_j acts on what passes token j: from the chunk's start to a later token, from an earlier token to the chunk's
+end, from an earlier to a later one, and from start to end. Summed so, and not as a running sum of dG (row sums minus
+column sums of M, kappa taken off its row and added to the last), nothing large cancels where decay is strong.
 """
 
 import torch
@@ -39,9 +42,13 @@ def gradients(adjoint: Adjoint, states: States, costates: Costates) -> tuple[Ten
 
     M = (dP * t.qk + Y * t.kk).tril(-1)
     kappa = (x3 * t.k).sum(-1)
-    dG = M.sum(-1) - M.sum(-2) + (x1 * t.q).sum(-1) - (x2 * t.k).sum(-1) - kappa
-    dG[..., -1] += kappa.sum(-1) + t.gamma[..., 0, 0] * (D * S).sum((-2, -1))
-    dg = dG.flip(-1).cumsum(-1).flip(-1)
+    read = (x1 * t.q).sum(-1) - (x2 * t.k).sum(-1)
+    dg = (
+        read.flip(-1).cumsum(-1).flip(-1)
+        + _sums_before(kappa)
+        + _sums_before(M).tril().sum(-2)
+        + (t.gamma * (D * S).sum((-2, -1), keepdim=True))[..., 0]
+    )
 
     q, k, v, g, beta = t.operands
     group = v.shape[1] // k.shape[1]
@@ -54,3 +61,8 @@ def gradients(adjoint: Adjoint, states: States, costates: Costates) -> tuple[Ten
         torch.where(g < LOWEST_DECAY, 0, dg),
         dbeta,
     )
+
+
+def _sums_before(x: Tensor) -> Tensor:
+    """Along the last axis, for each element the sum of those before it."""
+    return torch.nn.functional.pad(x.cumsum(-1), (1, 0))[..., :-1]

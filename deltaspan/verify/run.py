@@ -1,0 +1,99 @@
+"""One run of a case: what was computed for it, by many ranks, by one and by the oracle, and how far they are apart."""
+
+import dataclasses
+from functools import cached_property
+
+from torch import Tensor
+
+import deltaspan as ds
+from deltaspan.verify import step
+from deltaspan.verify.bounds import smallest
+from deltaspan.verify.cases import PACKS, Case, Inputs, draw
+from deltaspan.verify.errors import Error, Rows, errors
+from deltaspan.verify.processes import RanksFailed
+from deltaspan.verify.step import CONVOLUTION, PER_DOCUMENT, PER_PARAMETER, Results
+
+
+class CaseRun:
+    """A case, and what was computed for it, when it is first asked for.
+
+    processes: what each rank returned, if its ranks are processes.
+    """
+
+    def __init__(self, case: Case, device: str, processes: list[Results] | RanksFailed | None = None) -> None:
+        self.case, self.processes = case, processes
+        self.device = "cpu" if case.real else device  # the processes meet over gloo
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        return draw(self.case)
+
+    @cached_property
+    def part(self) -> ds.Partition:
+        return self.case.partition()
+
+    @cached_property
+    def truth(self) -> Results:
+        return step.truth(self.case, self.inputs)
+
+    @cached_property
+    def simulated(self) -> list[Results]:
+        """By rank, all in this process; of one rank without any group."""
+        return self.simulate(self.inputs)
+
+    def simulate(self, inputs: Inputs) -> list[Results]:
+        return step.on_context(self.case, inputs, step.context(self.case, self.device))
+
+    @property
+    def shards(self) -> list[Results]:
+        """By rank: what is judged."""
+        if isinstance(self.processes, RanksFailed):
+            raise self.processes
+        return self.simulated if self.processes is None else self.processes
+
+    @cached_property
+    def errors_of_many(self) -> dict[str, list[Error]]:
+        return self._errors(step.whole(self.part, self.shards), Rows.tokens(self.part))
+
+    @cached_property
+    def errors_of_one(self) -> dict[str, list[Error]]:
+        """Of one rank that holds the whole pack, from the same inputs."""
+        ctx = step.context(self.case, self.device, world_size=1)
+        inputs = dataclasses.replace(self.inputs, dz=self.inputs.dz[:1])
+        return self._errors(step.whole(ctx.part, step.on_context(self.case, inputs, ctx)), Rows.tokens(ctx.part))
+
+    def _errors(self, found: Results, tokens: Rows) -> dict[str, list[Error]]:
+        if missing := self.truth.keys() - found.keys():
+            raise ValueError(f"no result for {', '.join(sorted(missing))}")
+        floor = smallest(self.case.dtype)
+        terms = logarithmic_gradients(self.inputs, self.truth)
+        return {
+            name: errors(
+                as_rows(name, found[name]), as_rows(name, true), self.rows(name, tokens), floor,
+                terms=terms if name == "dg" else None,
+            )
+            for name, true in self.truth.items()
+        }  # fmt: skip
+
+    def rows(self, name: str, tokens: Rows) -> Rows:
+        if name in PER_PARAMETER:
+            return Rows.one()
+        return Rows.documents(len(PACKS[self.case.pack])) if name in PER_DOCUMENT else tokens
+
+
+def logarithmic_gradients(inputs: Inputs, truth: Results) -> Tensor:
+    """[T, HV]: |q| |dq| + |k| |dk|, what dg is measured against where it is smaller itself.
+
+    g is a logarithm, and its gradient a sum over later tokens of q.dq - k.dk and their kin, the gradients by the
+    logarithms of q and k. Where hardly any state reaches on, it is the small difference of these, and no arithmetic
+    finds it more exactly than they are rounded.
+    """
+    sizes = (x.double().norm(dim=-1) * truth[name].norm(dim=-1) for x, name in ((inputs.q, "dq"), (inputs.k, "dk")))
+    return sum(sizes).repeat_interleave(inputs.v.shape[1] // inputs.q.shape[1], dim=1)
+
+
+def as_rows(name: str, x: Tensor) -> Tensor:
+    """[rows, heads, features]. Channels of the convolution are features, and so are all elements of a parameter."""
+    if name in PER_PARAMETER:
+        return x.reshape(1, 1, -1)
+    return x.reshape(len(x), 1, -1) if name in CONVOLUTION else x.reshape(*x.shape[:2], -1)
