@@ -120,13 +120,18 @@ def plan(
 def verify(
     suite: Annotated[str, typer.Option(help="How much to check: quick.")] = "quick",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of cases and inputs; default: a fresh one, which is shown.")] = None,
+    mutants: Annotated[bool, typer.Option("--mutants", help="Plant faults instead, and see each one caught.")] = False,
     json_to: Annotated[str | None, typer.Option("--json", help="Write it to a file; - prints it alone.")] = None,
 ) -> None:
-    """Check this machine's results against the float64 recurrence."""
+    """Check this machine's results against the float64 recurrence, or the checks against planted faults."""
     with _usage_errors(), _progress() as advance:
-        from deltaspan.verify import run_suite
+        from deltaspan.verify import run_mutants, run_suite
 
-        report = run_suite(suite, device=device, progress=advance)
+        if mutants:
+            report = run_mutants(device=device, seed=seed, progress=advance)
+        else:
+            report = run_suite(suite, device=device, seed=seed, progress=advance)
     _give_json(report.to_json(), json_to)
     if json_to != "-":
         out.print(report.table())
@@ -166,6 +171,7 @@ def _plan_view(record: Mapping[str, Any], part: Partition) -> list[RenderableTyp
             channels=0,
             width=1,
             row_size=0,
+            exchange="all_to_all",
         ).values()
         traffic[rank] = tuple(map(sum, zip(*sides, strict=True)))
     return [*partition_picture(record, shown), plan_table(loads, traffic, record["sms"])]

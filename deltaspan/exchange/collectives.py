@@ -27,7 +27,7 @@ class AllToAll:
 
 
 class PeerToPeer(AllToAll):
-    """The same between few: only ranks with rows for each other talk, and a rank without any does not wait."""
+    """The same between few: only ranks with rows for each other exchange any."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,13 +8,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Thread
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deltaspan.exchange.collectives import AllGather, Collective, PeerToPeer, describe
+from deltaspan.exchange.collectives import AllGather, Collective, describe
 
 ENVELOPE_BYTES = 1024
 ENVELOPE_TAG = (
@@ -22,6 +22,9 @@ ENVELOPE_TAG = (
 )
 CALLS, COLLECTIVES = 1 << 18, 1 << 12  # after which letters' tags come again
 GRACE_S = 0.3  # for what is under way already when a failure is known
+
+
+Works: TypeAlias = list[tuple[int, dist.Work | str]]  # by peer, what was posted, or why it could not be
 
 
 class PeerFailed(RuntimeError):
@@ -73,35 +76,23 @@ class Mail:
             expected = [count * size for count in asked.recv_counts]
         incoming = [send.new_empty(n) for n in expected]
         incoming[self.rank].copy_(outgoing[self.rank])
-        few = isinstance(asked, PeerToPeer)
-        receivers = [peer for peer in self.peers if not few or len(outgoing[peer])]
-        senders = [peer for peer in self.peers if not few or len(incoming[peer])]
         self.book.collective += 1
+        under_way, faults = self._envelopes(describe(asked), outgoing, incoming)
 
-        head = {"number": self.book.call, "call": describe(asked)}
-        written = {
-            p: self._post(dist.isend, _seal(head | {"bytes": len(outgoing[p])}), ENVELOPE_TAG, p) for p in receivers
-        }
-        blank = {p: torch.empty(ENVELOPE_BYTES, dtype=torch.uint8) for p in senders}
-        awaited = {p: self._post(dist.irecv, blank[p], ENVELOPE_TAG, p) for p in senders}
-        faults: dict[int, str] = {}
-        for peer in senders:
-            faults |= self._read(peer, blank[peer], awaited[peer], head | {"bytes": len(incoming[peer])}, bool(faults))
-
-        # The letters go out even then: a peer that has heard of no failure waits for this one, and hears of it next.
+        # Letters go out even then: a peer that has heard of no failure waits for this one, and hears of it next.
         tag = ENVELOPE_TAG + 1 + self.book.call % CALLS * COLLECTIVES + self.book.collective % COLLECTIVES
-        letters = {
-            p: self._post(dist.isend, outgoing[p], tag, p) for p in receivers if len(outgoing[p]) and p not in faults
-        }
+        to = [peer for peer in self.peers if len(outgoing[peer]) and peer not in faults]
+        letters = [(peer, self._post(dist.isend, outgoing[peer], tag, peer)) for peer in to]
+        if not faults:
+            came_from = [peer for peer in self.peers if len(incoming[peer])]
+            answers = [(peer, self._post(dist.irecv, incoming[peer], tag, peer)) for peer in came_from]
+            faults = self._finish(answers) or self._finish(under_way + letters)
         if faults:
-            self.book.left += [written, blank, awaited, letters]
-            self._raise(asked.name, faults)
-        answers = {p: self._post(dist.irecv, incoming[p], tag, p) for p in senders if len(incoming[p])}
-        for works in (answers, written, letters):
-            for peer, work in works.items():
-                fault = self._wait(work)
-                if fault:
-                    self._raise(asked.name, {peer: f"rank {peer} ended or did not come in time ({fault})"})
+            self.book.left.append((under_way, letters))
+            # A rank that said why it failed is the cause; others may have ended because of it.
+            culprit = min(faults, key=lambda rank: ("failed:" not in faults[rank], rank))
+            message = f"rank {self.rank}: collective {asked.name!r}: " + "; ".join(faults.values())
+            raise PeerFailed(message, culprit)
         return torch.cat(incoming)
 
     def announce(self, error: BaseException) -> None:
@@ -114,6 +105,24 @@ class Mail:
         self.book.left.append(works)
         _within_grace(lambda: [self._wait(work) for work in works])  # this process may be about to end
 
+    def _envelopes(self, call: str, outgoing: list[Tensor], incoming: list[Tensor]) -> tuple[Works, dict[int, str]]:
+        """Passes envelopes between all ranks, also where no letter follows, so that each hears of every failure.
+
+        Returns what was posted, and what went wrong by rank.
+        """
+        head = {"number": self.book.call, "call": call}
+        posted: Works = []
+        for peer in self.peers:
+            envelope = _seal(head | {"bytes": len(outgoing[peer])})
+            posted.append((peer, self._post(dist.isend, envelope, ENVELOPE_TAG, peer)))
+        blank = {peer: torch.empty(ENVELOPE_BYTES, dtype=torch.uint8) for peer in self.peers}
+        awaited = [(peer, self._post(dist.irecv, blank[peer], ENVELOPE_TAG, peer)) for peer in self.peers]
+        faults: dict[int, str] = {}
+        for peer, work in awaited:
+            expected = head | {"bytes": len(incoming[peer])}
+            faults |= self._read(peer, blank[peer], work, expected, hurry=bool(faults))
+        return (posted + awaited if faults else posted), faults
+
     def _read(self, peer: int, envelope: Tensor, work: dist.Work | str, expected: dict, hurry: bool) -> dict[int, str]:
         """What an envelope tells of failures, by rank. In a hurry one that is not there yet tells nothing."""
         while True:
@@ -121,7 +130,7 @@ class Mail:
             if fault is _LATE:
                 return {}
             if fault:
-                return {peer: f"rank {peer} ended or did not come in time ({fault})"}
+                return {peer: _gone(peer, fault)}
             found = json.loads(bytes(envelope.tolist()))
             if found["number"] >= expected["number"]:
                 break
@@ -152,10 +161,13 @@ class Mail:
             return str(error).splitlines()[0]
         return None
 
-    def _raise(self, name: str, faults: dict[int, str]) -> None:
-        # A rank that said why it failed is the cause; others may have ended because of it.
-        culprit = min(faults, key=lambda rank: ("failed:" not in faults[rank], rank))
-        raise PeerFailed(f"rank {self.rank}: collective {name!r}: " + "; ".join(faults.values()), culprit)
+    def _finish(self, works: Works) -> dict[int, str]:
+        """Waits for works; returns the first failure, by rank."""
+        for peer, work in works:
+            fault = self._wait(work)
+            if fault:
+                return {peer: _gone(peer, fault)}
+        return {}
 
 
 _LATE = object()
@@ -168,6 +180,10 @@ def _within_grace(wait: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(GRACE_S)
     return results[0] if results else _LATE
+
+
+def _gone(peer: int, fault: str) -> str:
+    return f"rank {peer} ended or did not come in time ({fault})"
 
 
 def _seal(content: dict) -> Tensor:

@@ -58,7 +58,12 @@ class Options:
         for name in ("unit_keys", "output_final_state"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        if self.exchange not in EXCHANGES:
-            raise ValueError(f"exchange must be one of {list(EXCHANGES)}, got {self.exchange!r}")
+        check_exchange(self.exchange)
         if self.scale is not None and (isinstance(self.scale, bool) or not isinstance(self.scale, int | float)):
             raise TypeError(f"scale must be a float or None, got {self.scale!r}")
+
+
+def check_exchange(exchange: Any) -> None:
+    """Raises ValueError unless `exchange` is the name of one."""
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {list(EXCHANGES)}, got {exchange!r}")

@@ -4,6 +4,7 @@ import torch
 
 from deltaspan.op.context import Context
 from deltaspan.op.operands import check_heads
+from deltaspan.op.options import check_exchange
 from deltaspan.plan import collective_bytes, retained_bytes
 
 
@@ -16,25 +17,39 @@ def comm_bytes(
     V: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     channels: int | None = None,
+    exchange: str = "all_to_all",
 ) -> dict[str, tuple[int, int]] | list[dict[str, tuple[int, int]]]:
-    """(sent, received) bytes of this rank by collective, for one layer's forward and backward. Its own share counts
-    too.
+    """(sent, received) bytes of this rank by collective, for one layer's forward and backward; its own share counts.
 
     channels: of the convolution; None means those of a packed q | k | v row, 2 H K + HV V.
-    With a SimulatedGroup a list, one entry a rank.
+    With a SimulatedGroup a list, one entry a rank. Raises ValueError for heads or an exchange that no call accepts.
     """
     check_heads(H, HV)
-    sizes = {"state_size": _state_size(dtype), "row_size": dtype.itemsize, "width": ctx.conv_kernel_size}
+    check_exchange(exchange)
     channels = 2 * H * K + HV * V if channels is None else channels
-    return ctx._each(lambda view: collective_bytes(ctx.part, view.rank, HV=HV, K=K, V=V, channels=channels, **sizes))
+    heads = {"HV": HV, "K": K, "V": V, "state_size": _state_size(dtype), "exchange": exchange}
+    rows = {"channels": channels, "width": ctx.conv_kernel_size, "row_size": dtype.itemsize}
+    return ctx._each(lambda view: collective_bytes(ctx.part, view.rank, **heads, **rows))
 
 
 def saved_bytes(
-    ctx: Context, *, H: int, HV: int, K: int = 128, V: int = 128, dtype: torch.dtype = torch.bfloat16
+    ctx: Context,
+    *,
+    H: int,
+    HV: int,
+    K: int = 128,
+    V: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    exchange: str = "all_to_all",
 ) -> int | list[int]:
-    """Bytes that this rank keeps from a layer's forward to its backward, beyond the operands."""
+    """Bytes that this rank keeps from a layer's forward to its backward, beyond the operands.
+
+    With a SimulatedGroup a list, one entry a rank. Raises ValueError for heads or an exchange that no call accepts.
+    """
     check_heads(H, HV)
-    return ctx._each(lambda view: retained_bytes(ctx.part, view.rank, HV=HV, K=K, V=V, state_size=_state_size(dtype)))
+    check_exchange(exchange)
+    heads = {"HV": HV, "K": K, "V": V, "state_size": _state_size(dtype), "exchange": exchange}
+    return ctx._each(lambda view: retained_bytes(ctx.part, view.rank, **heads))
 
 
 def _state_size(dtype: torch.dtype) -> int:

@@ -1,0 +1,59 @@
+"""A context says where its tokens stand, never changes, and goes through other people's code as one piece."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+import deltaspan as ds
+from tests.op.support import LAYOUTS, offsets, simulate, split
+
+CU_SEQLENS = offsets([20, 0, 1, 33])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_tokens_stand(rng: torch.Generator, layout: str) -> None:
+    part = split(CU_SEQLENS, 3, layout, rng)
+    ctx = simulate(part)
+    assert ctx.part is part and ctx.rank is None
+    for rank in range(3):
+        fragments = part.fragments[rank]
+        assert ctx.tokens[rank] == sum(f.length for f in fragments)
+        assert ctx.cu_seqlens[rank].dtype == torch.int32
+        assert ctx.cu_seqlens[rank].tolist() == offsets(f.length for f in fragments)
+        assert ctx.position_ids[rank].dtype == torch.int64
+        assert ctx.position_ids[rank].tolist() == [f.offset + i for f in fragments for i in range(f.length)]
+
+
+def test_one_rank_stands_alone() -> None:
+    part = ds.partition(CU_SEQLENS, 1)
+    ctx = ds.build_context(part, rank=0, device="cpu", conv_kernel_size=3, sm_count=7)
+    assert (ctx.rank, ctx.tokens, ctx.conv_kernel_size, ctx.sm_count) == (0, 54, 3, 7)
+    assert ctx.cu_seqlens.tolist() == [0, 20, 21, 54]  # an empty document is no fragment of a contiguous layout
+    assert ctx.position_ids.tolist() == [*range(20), 0, *range(33)]
+    x = torch.arange(54.0)
+    assert ctx.shard(x, dim=0).equal(x) and ctx.unshard(x, dim=0).equal(x)
+
+
+def test_ranks_without_a_gpu_plan_as_those_with_one() -> None:
+    assert ds.build_context(ds.partition(CU_SEQLENS, 1), device="cpu").sm_count == 132
+
+
+def test_immutable() -> None:
+    ctx = ds.build_context(ds.partition(CU_SEQLENS, 1), device="cpu")
+    for name in ("part", "tokens", "conv_kernel_size", "anything"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(ctx, name, 1)
+    with pytest.raises(AttributeError, match="part"):
+        del ctx.part
+    assert ctx.part.total_tokens == 54
+
+
+def test_one_opaque_leaf() -> None:
+    """Of whoever walks a module's inputs; and its life is watched from outside."""
+    ctx = simulate(ds.partition(CU_SEQLENS, 2))
+    assert tree_flatten({"x": (1, ctx)})[0] == [1, ctx]
+    alive = weakref.ref(ctx)
+    del ctx
+    assert alive() is None
