@@ -22,14 +22,13 @@ def together(awaited: Callable[[RankView], bool]) -> Callable[[Callable], Callab
         def marked(*args: Any, **kwargs: Any) -> Any:
             candidates = (*args, *kwargs.values(), getattr(args[0], "context", None) if args else None)
             ctx = next((a for a in candidates if hasattr(a, "_transport")), None)
-            if ctx is None:
-                return call(*args, **kwargs)  # which says so
+            if ctx is None or not awaited(ctx._views[0]):
+                return call(*args, **kwargs)
             ctx._transport.begin()
             try:
                 return call(*args, **kwargs)
             except Exception as error:
-                if awaited(ctx._views[0]):
-                    ctx._transport.announce(error, ctx.device)
+                ctx._transport.announce(error, ctx.device)
                 raise
 
         return marked

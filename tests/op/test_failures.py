@@ -1,7 +1,11 @@
 """What fails on one rank ends on all of them, with an error that names the rank, and leaves nothing behind."""
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,3 +147,61 @@ def test_ranks_upstream_are_told(exchange: str) -> None:
     waiting, bad = gloo(2).run(fail_downstream, exchange)
     assert bad.startswith("ValueError: v must have shape")
     assert "rank 1 failed: ValueError: v must have shape" in waiting, waiting
+
+
+def ignore_the_output() -> str:
+    """Rank 1's loss does not use what the operation gave it, so that it has no backward there."""
+    pack, part = drawn(2)
+    ctx = ds.build_context(part, dist.new_group(timeout=timedelta(seconds=2)), device="cpu")
+    operands = [x.requires_grad_() for x in (ctx.shard(x).clone() for x in pack[1:6])]
+    o, _ = ds.chunk_gated_delta_rule(*operands, ctx)
+    loss = o.sum() if ctx.rank == 0 else operands[0].sum()
+    return said(loss.backward)
+
+
+def test_a_loss_that_ignores_its_output_hangs_nobody() -> None:
+    told, other = gloo(2).run(ignore_the_output)
+    assert told.startswith("RuntimeError: rank 0: collective 'adjoint_offsets'") and "rank 1" in told
+    assert other == "nothing"
+
+
+def ignore_what_nobody_awaits() -> str:
+    """The same where no state crosses: nobody needs the backward of rank 1, and the next step is as good as any."""
+    pack, _ = drawn(2)
+    part = ds.partition(pack.cu_seqlens, 2, fragments=[[(0, 0, 20), (1, 0, 5)], [(2, 0, 35)]])
+    ctx = ds.build_context(part, dist.group.WORLD, device="cpu")
+    operands = [x.requires_grad_() for x in (ctx.shard(x).clone() for x in pack[1:6])]
+    o, _ = ds.chunk_gated_delta_rule(*operands, ctx)
+    (o.sum() if ctx.rank == 0 else operands[0].sum()).backward()
+    return said(ctx.unshard, o)
+
+
+def test_a_backward_that_nobody_awaits_may_be_left_out() -> None:
+    assert gloo(2).run(ignore_what_nobody_awaits) == ["nothing", "nothing"]
+
+
+def step_until_killed(rank: int, store: str, answers: multiprocessing.SimpleQueue) -> None:
+    """A process of its own; rank 1 is killed between the two directions."""
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
+    pack, part = drawn(3)
+    ctx = ds.build_context(part, dist.group.WORLD, device="cpu")
+    operands = [x.requires_grad_() for x in (ctx.shard(x).clone() for x in pack[1:6])]
+    o, _ = ds.chunk_gated_delta_rule(*operands, ctx)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    answers.put((rank, said(o.sum().backward)))
+
+
+def test_a_killed_rank_is_named_and_no_process_is_left(tmp_path: Path) -> None:
+    start = multiprocessing.get_context("spawn")
+    answers = start.SimpleQueue()
+    store = (tmp_path / "store").as_uri()
+    processes = [start.Process(target=step_until_killed, args=(rank, store, answers)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL, 0]
+    told = dict(answers.get() for _ in range(2))
+    for rank in (0, 2):
+        assert told[rank].startswith(f"RuntimeError: rank {rank}: collective 'adjoint_offsets': rank 1 ended"), told
