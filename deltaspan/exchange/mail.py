@@ -5,9 +5,9 @@ each peer by itself: of a peer that died, is silent, raised, or asks for another
 """
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from threading import Thread
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ ENVELOPE_TAG = (
     20_000  # apart from tag 0 of whatever else the group is used for; letters have tags of their own above it
 )
 CALLS, COLLECTIVES = 1 << 18, 1 << 12  # after which letters' tags come again
-GRACE_S = 0.3  # for what is under way already when a failure is known
+GRACE_S = 0.1  # for what is under way already when a failure is known
 
 
 Works: TypeAlias = list[tuple[int, dist.Work | str]]  # by peer, what was posted, or why it could not be
@@ -101,9 +101,8 @@ class Mail:
         culprit, why = (error.culprit, str(error)) if told else (self.rank, f"{type(error).__name__}: {error}")
         why = why.encode("ascii", "replace").decode()[:400]
         envelope = _seal({"number": self.book.call, "failed": culprit, "why": why})
-        works = [self._post(dist.isend, envelope, ENVELOPE_TAG, peer) for peer in self.peers]
-        self.book.left.append(works)
-        _within_grace(lambda: [self._wait(work) for work in works])  # this process may be about to end
+        self.book.left += [self._post(dist.isend, envelope, ENVELOPE_TAG, peer) for peer in self.peers]
+        time.sleep(GRACE_S)  # this process may be about to end, and its mail with it
 
     def _envelopes(self, call: str, outgoing: list[Tensor], incoming: list[Tensor]) -> tuple[Works, dict[int, str]]:
         """Passes envelopes between all ranks, also where no letter follows, so that each hears of every failure.
@@ -115,7 +114,7 @@ class Mail:
         for peer in self.peers:
             envelope = _seal(head | {"bytes": len(outgoing[peer])})
             posted.append((peer, self._post(dist.isend, envelope, ENVELOPE_TAG, peer)))
-        blank = {peer: torch.empty(ENVELOPE_BYTES, dtype=torch.uint8) for peer in self.peers}
+        blank = {peer: torch.zeros(ENVELOPE_BYTES, dtype=torch.uint8) for peer in self.peers}
         awaited = [(peer, self._post(dist.irecv, blank[peer], ENVELOPE_TAG, peer)) for peer in self.peers]
         faults: dict[int, str] = {}
         for peer, work in awaited:
@@ -126,15 +125,15 @@ class Mail:
     def _read(self, peer: int, envelope: Tensor, work: dist.Work | str, expected: dict, hurry: bool) -> dict[int, str]:
         """What an envelope tells of failures, by rank. In a hurry one that is not there yet tells nothing."""
         while True:
-            fault = _within_grace(lambda w=work: self._wait(w)) if hurry else self._wait(work)
-            if fault is _LATE:
+            if hurry and not _arrives(envelope):
                 return {}
+            fault = self._wait(work)
             if fault:
                 return {peer: _gone(peer, fault)}
             found = json.loads(bytes(envelope.tolist()))
             if found["number"] >= expected["number"]:
                 break
-            work = self._post(dist.irecv, envelope, ENVELOPE_TAG, peer)
+            work = self._post(dist.irecv, envelope.zero_(), ENVELOPE_TAG, peer)
         if "failed" in found:
             return {found["failed"]: f"rank {found['failed']} failed: {found['why']}"}
         if found["number"] > expected["number"]:
@@ -170,16 +169,15 @@ class Mail:
         return {}
 
 
-_LATE = object()
+def _arrives(envelope: Tensor) -> bool:
+    """Whether an envelope comes within the grace. It is looked at, for a wait with a limit would close the connection.
 
-
-def _within_grace(wait: Callable[[], Any]) -> Any:
-    """What a wait returns, or _LATE: then it goes on by itself, for a wait with a limit would close the connection."""
-    results: list[Any] = []
-    thread = Thread(target=lambda: results.append(wait()), daemon=True)
-    thread.start()
-    thread.join(GRACE_S)
-    return results[0] if results else _LATE
+    Its last byte is the last to be written, and never zero.
+    """
+    end = time.monotonic() + GRACE_S
+    while not envelope[-1] and time.monotonic() < end:
+        time.sleep(GRACE_S / 20)
+    return bool(envelope[-1])
 
 
 def _gone(peer: int, fault: str) -> str:

@@ -71,7 +71,7 @@ def test_saved_of_another_call_is_refused(rng: torch.Generator) -> None:
     _, _, saved = ds.forward(*operands, ctx)
     with pytest.raises(ValueError, match=r"saved was kept .*another context"):
         ds.backward(*operands, twin, pack.do, saved=saved)
-    for options in ({"scale": 0.5}, {"unit_keys": False}, {"output_final_state": True}):
+    for options in ({"scale": 0.5}, {"unit_keys": False}, {"output_final_state": True}, {"exchange": "ring"}):
         (name,) = options
         with pytest.raises(ValueError, match=f"saved was kept .*{name}"):
             ds.backward(*operands, ctx, pack.do, saved=saved, **options)

@@ -30,7 +30,12 @@ def test_recorded_bytes(recorded: dict[str, Any]) -> None:
 
 
 def handed_over(
-    seed: int, part: ds.Partition, dtype: torch.dtype, shape: tuple[int, ...], taps: int = 4
+    seed: int,
+    part: ds.Partition,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    taps: int = 4,
+    exchange: str = "all_to_all",
 ) -> tuple[dict, dict]:
     """Bytes that a layer's step gives to each collective and gets from it, and what was foretold."""
     H, HV, K, V = shape
@@ -42,16 +47,17 @@ def handed_over(
 
     def counted(mail: Mail, asked: AllToAll, send: torch.Tensor, size: int) -> torch.Tensor:
         received = real(mail, asked, send, size)
-        handed[asked.name] = len(send), len(received)
+        so_far = handed.get(name := asked.name.split(",")[0], (0, 0))  # a ring's hops are counted together
+        handed[name] = so_far[0] + len(send), so_far[1] + len(received)
         return received
 
     leaves = [leaf(ctx.shard(x)) for x in (*pack[1:6], pack.x)]
     with mock.patch.object(Mail, "exchange", counted):
         y = ds.causal_conv1d(leaves[5].split(channels, dim=2), pack.weight.split(channels), ctx)
-        o, _ = ds.chunk_gated_delta_rule(*leaves[:5], ctx)
+        o, _ = ds.chunk_gated_delta_rule(*leaves[:5], ctx, exchange=exchange)
         torch.autograd.grad(o, leaves[:5], ctx.shard(pack.do))
         torch.autograd.grad(y, leaves[5], ctx.shard(pack.dy).split(channels, dim=2))
-    foretold = ds.comm_bytes(ctx, H=H, HV=HV, K=K, V=V, dtype=dtype)
+    foretold = ds.comm_bytes(ctx, H=H, HV=HV, K=K, V=V, dtype=dtype, exchange=exchange)
     return handed, foretold
 
 
@@ -63,6 +69,15 @@ def test_bytes_handed_over(rng: torch.Generator, world_size: int, layout: str, d
     part = split(offsets(LENGTHS), world_size, layout, rng)
     for handed, foretold in gloo(world_size).run(handed_over, rng.initial_seed(), part, dtype, shape):
         assert handed == foretold and len(handed) == 6
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_of_other_exchanges(rng: torch.Generator, layout: str, exchange: str) -> None:
+    part = split(offsets(LENGTHS), 4, layout, rng)
+    call = rng.initial_seed(), part, torch.bfloat16, (1, 5, 8, 12), 4, exchange
+    for handed, foretold in gloo(4).run(handed_over, *call):
+        assert handed == foretold and len(handed) == 4
 
 
 def test_nothing_is_handed_over_where_nothing_crosses(rng: torch.Generator) -> None:
