@@ -24,9 +24,9 @@ class DemoSettings:
     shape: ModelShape = field(default_factory=ModelShape)
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("ranks", 2), ("steps", 1)):  # one rank is what the others are compared with
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

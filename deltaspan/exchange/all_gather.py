@@ -7,15 +7,15 @@ from deltaspan.exchange.compose import Merge, compose_adjoints, compose_states, 
 from deltaspan.exchange.seams import Seams
 
 
-def carry_states(seams: Seams, merge: Merge, M: Tensor, b: Tensor) -> Program[tuple[Tensor, Tensor]]:
+def carry_states(seams: Seams, merge: Merge, M: Tensor, b: Tensor, about: str) -> Program[tuple[Tensor, Tensor]]:
     """As `all_to_all.carry_states`; what the adjoint needs are all pairs of the group, [N_out, HV, K (K + V)]."""
-    pairs = yield AllGather("summaries", join_pairs(M, b), seams.n_out)
+    pairs = yield AllGather("summaries", join_pairs(M, b), seams.n_out, about)
     entry = compose_states(merge, *split_pairs(pairs, b), seams.forward)
-    return entry.split(seams.n_in)[seams.rank], pairs
+    return entry.split(seams.n_in)[seams.rank].clone(), pairs  # the whole is not kept
 
 
-def carry_adjoints(seams: Seams, merge: Merge, kept: Tensor, d: Tensor) -> Program[Tensor]:
+def carry_adjoints(seams: Seams, merge: Merge, kept: Tensor, d: Tensor, about: str) -> Program[Tensor]:
     """As `all_to_all.carry_adjoints`."""
-    offsets = yield AllGather("adjoint_offsets", d, seams.n_in)
+    offsets = yield AllGather("adjoint_offsets", d, seams.n_in, about)
     leaving = compose_adjoints(merge, split_pairs(kept, d)[0], offsets, seams.backward)
     return leaving.split(seams.n_out)[seams.rank]

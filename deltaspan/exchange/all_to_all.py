@@ -13,43 +13,38 @@ from deltaspan.exchange.seams import Seams
 from deltaspan.plan import head_ranges
 
 
-def carry_states(seams: Seams, merge: Merge, M: Tensor, b: Tensor) -> Program[tuple[Tensor, Tensor]]:
+def carry_states(seams: Seams, merge: Merge, M: Tensor, b: Tensor, about: str) -> Program[tuple[Tensor, Tensor]]:
     """From this rank's summaries M [n_out, HV, K, K], b [n_out, HV, K, V] to its entry states [n_in, HV, K, V].
 
     Also returns what the adjoint needs, the pairs that this rank received as an owner: [N_out, own heads, K (K + V)].
+    about: what else the ranks must have in common, compared over gloo.
     """
-    pairs = yield from _to_owners("summaries", seams, seams.n_out, join_pairs(M, b))
+    pairs = yield from _to_owners("summaries", seams, seams.n_out, join_pairs(M, b), about)
     entry = compose_states(merge, *split_pairs(pairs, b), seams.forward)
-    return (yield from _to_homes("entry_states", seams, seams.n_in, entry, b.shape[1])), pairs
+    return (yield from _to_homes("entry_states", seams, seams.n_in, entry, b.shape[1], about)), pairs
 
 
-def carry_adjoints(seams: Seams, merge: Merge, kept: Tensor, d: Tensor) -> Program[Tensor]:
+def carry_adjoints(seams: Seams, merge: Merge, kept: Tensor, d: Tensor, about: str) -> Program[Tensor]:
     """From the adjoints d [n_in, HV, K, V] of this rank's entered fragments, taken with no adjoint from beyond their
     ends, to the adjoints [n_out, HV, K, V] of its exit states. `kept` is the second result of `carry_states`."""
-    offsets = yield from _to_owners("adjoint_offsets", seams, seams.n_in, d)
+    offsets = yield from _to_owners("adjoint_offsets", seams, seams.n_in, d, about)
     leaving = compose_adjoints(merge, split_pairs(kept, d)[0], offsets, seams.backward)
-    return (yield from _to_homes("exit_adjoints", seams, seams.n_out, leaving, d.shape[1]))
+    return (yield from _to_homes("exit_adjoints", seams, seams.n_out, leaving, d.shape[1], about))
 
 
-def _to_owners(name: str, seams: Seams, counts: tuple[int, ...], tiles: Tensor) -> Program[Tensor]:
+def _to_owners(name: str, seams: Seams, counts: tuple[int, ...], tiles: Tensor, about: str) -> Program[Tensor]:
     """[own fragments, HV, ...] here -> [all fragments, own heads, ...] at the owners."""
     heads = head_ranges(tiles.shape[1], len(counts))
     own = len(heads[seams.rank])
     blocks = [tiles[:, h.start : h.stop].flatten(0, 1) for h in heads]
-    arrived = yield AllToAll(
-        name, torch.cat(blocks), tuple(map(len, blocks)), tuple(n * own for n in counts), _about(tiles.shape[1])
-    )
+    arrived = yield AllToAll(name, torch.cat(blocks), tuple(map(len, blocks)), tuple(n * own for n in counts), about)
     return arrived.unflatten(0, (sum(counts), own))
 
 
-def _to_homes(name: str, seams: Seams, counts: tuple[int, ...], tiles: Tensor, HV: int) -> Program[Tensor]:
+def _to_homes(name: str, seams: Seams, counts: tuple[int, ...], tiles: Tensor, HV: int, about: str) -> Program[Tensor]:
     """[all fragments, own heads, ...] at the owners -> [own fragments, HV, ...] here."""
     here, heads = counts[seams.rank], head_ranges(HV, len(counts))
     own, rows = len(heads[seams.rank]), tuple(here * len(h) for h in heads)
-    arrived = yield AllToAll(name, tiles.flatten(0, 1), tuple(n * own for n in counts), rows, _about(HV))
+    arrived = yield AllToAll(name, tiles.flatten(0, 1), tuple(n * own for n in counts), rows, about)
     blocks = [x.unflatten(0, (here, len(h))) for x, h in zip(arrived.split(rows), heads, strict=True)]
     return torch.cat(blocks, dim=1)
-
-
-def _about(HV: int) -> str:
-    return f"{HV} heads"

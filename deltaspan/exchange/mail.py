@@ -46,7 +46,7 @@ class _Book:
     )  # what was under way when a call failed; memory that gloo may still use
 
 
-_books: dict[str, _Book] = {}  # by the group's name
+_books: dict[str, tuple[dist.ProcessGroup, _Book]] = {}  # by the group's name, which a later group may bear again
 
 
 class Mail:
@@ -56,7 +56,10 @@ class Mail:
         self.group = group
         self.rank = dist.get_rank(group)
         self.peers = [peer for peer in range(dist.get_world_size(group)) if peer != self.rank]
-        self.book = _books.setdefault(group.group_name, _Book())
+        known, self.book = _books.get(group.group_name, (None, _Book()))
+        if known is not group:
+            self.book = _Book()
+            _books[group.group_name] = group, self.book
 
     def begin(self) -> None:
         """Begins a call in which all ranks take part: what an earlier one left as it failed is not its own."""
@@ -99,7 +102,7 @@ class Mail:
         """Lets every peer that waits for this rank, now or later, know that it failed, and why."""
         told = isinstance(error, PeerFailed)
         culprit, why = (error.culprit, str(error)) if told else (self.rank, f"{type(error).__name__}: {error}")
-        why = why.encode("ascii", "replace").decode()[:400]
+        why = "".join(c if " " <= c <= "~" else "?" for c in why)[:400]
         envelope = _seal({"number": self.book.call, "failed": culprit, "why": why})
         self.book.left += [self._post(dist.isend, envelope, ENVELOPE_TAG, peer) for peer in self.peers]
         time.sleep(GRACE_S)  # this process may be about to end, and its mail with it
@@ -124,16 +127,19 @@ class Mail:
 
     def _read(self, peer: int, envelope: Tensor, work: dist.Work | str, expected: dict, hurry: bool) -> dict[int, str]:
         """What an envelope tells of failures, by rank. In a hurry one that is not there yet tells nothing."""
+        earlier = ""
         while True:
             if hurry and not _arrives(envelope):
                 return {}
             fault = self._wait(work)
             if fault:
-                return {peer: _gone(peer, fault)}
+                return {peer: _gone(peer, fault) + earlier}
             found = json.loads(bytes(envelope.tolist()))
             if found["number"] >= expected["number"]:
                 break
+            earlier = f", after it failed in an earlier call: {found['why']}" if "failed" in found else ""
             work = self._post(dist.irecv, envelope.zero_(), ENVELOPE_TAG, peer)
+            self.book.left.append((envelope, work))  # if it is not waited for
         if "failed" in found:
             return {found["failed"]: f"rank {found['failed']} failed: {found['why']}"}
         if found["number"] > expected["number"]:
@@ -181,9 +187,10 @@ def _arrives(envelope: Tensor) -> bool:
 
 
 def _gone(peer: int, fault: str) -> str:
-    return f"rank {peer} ended or did not come in time ({fault})"
+    return f"rank {peer} ended or did not come in time ({fault.partition('. This is typically')[0]})"
 
 
 def _seal(content: dict) -> Tensor:
     text = json.dumps(content).encode().ljust(ENVELOPE_BYTES)
+    assert len(text) == ENVELOPE_BYTES, content
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)

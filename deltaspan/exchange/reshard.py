@@ -1,5 +1,6 @@
 """Between a rank's tokens and the whole pack."""
 
+import torch
 from torch import Tensor
 
 from deltaspan.exchange.collectives import AllGather, AllToAll, Program
@@ -17,4 +18,9 @@ def scatter_gradient(whole: Tensor, rank: int, counts: tuple[int, ...], order: T
     rows."""
     mine = counts[rank]
     arrived = yield AllToAll("unshard_gradient", whole[order], counts, (mine,) * len(counts))
-    return arrived.unflatten(0, (len(counts), mine)).sum(0)
+    wide = torch.promote_types(whole.dtype, torch.float32)
+    first, *others = arrived.split(mine) if mine else [arrived]
+    total = first.to(wide)
+    for share in others:
+        total = total + share
+    return total.to(whole.dtype)

@@ -11,21 +11,25 @@ from deltaspan.exchange.compose import Merge
 from deltaspan.exchange.seams import Seams
 
 
-def carry_states(seams: Seams, merge: Merge, M: Tensor, b: Tensor) -> Program[tuple[Tensor, Tensor]]:
+def carry_states(seams: Seams, merge: Merge, M: Tensor, b: Tensor, about: str) -> Program[tuple[Tensor, Tensor]]:
     """As `all_to_all.carry_states`; what the adjoint needs are this rank's own maps M [n_out, HV, K, K]."""
     entry = b.new_empty(seams.n_in[seams.rank], *b.shape[1:])
     for number, hop in enumerate(seams.hops[0]):
         out = hop.source
         exit = b[out] if hop.first else merge(M[out], entry[hop.source_in], b[out])
-        entry[hop.target] = yield PeerToPeer(f"entry_states, hop {number}", exit, hop.send_counts, hop.recv_counts)
+        entry[hop.target] = yield PeerToPeer(
+            f"entry_states, hop {number}", exit, hop.send_counts, hop.recv_counts, about
+        )
     return entry, M
 
 
-def carry_adjoints(seams: Seams, merge: Merge, kept: Tensor, d: Tensor) -> Program[Tensor]:
+def carry_adjoints(seams: Seams, merge: Merge, kept: Tensor, d: Tensor, about: str) -> Program[Tensor]:
     """As `all_to_all.carry_adjoints`."""
     leaving = d.new_empty(seams.n_out[seams.rank], *d.shape[1:])
     for number, hop in enumerate(seams.hops[1]):
         entered, out = hop.source, hop.source_in
         back = d[entered] if hop.first else merge(kept[out].mT, leaving[out], d[entered])
-        leaving[hop.target] = yield PeerToPeer(f"exit_adjoints, hop {number}", back, hop.send_counts, hop.recv_counts)
+        leaving[hop.target] = yield PeerToPeer(
+            f"exit_adjoints, hop {number}", back, hop.send_counts, hop.recv_counts, about
+        )
     return leaving

@@ -10,17 +10,22 @@ from deltaspan.exchange.seams import Seams
 EXCHANGES = {"all_to_all": all_to_all, "ring": ring, "all_gather": all_gather}
 
 
-def carry_states(exchange: str, seams: Seams, merge: Merge, M: Tensor, b: Tensor) -> Program[tuple[Tensor, Tensor]]:
+def carry_states(
+    exchange: str, seams: Seams, merge: Merge, M: Tensor, b: Tensor, about: str
+) -> Program[tuple[Tensor, Tensor]]:
     """From this rank's summaries M [n_out, HV, K, K], b [n_out, HV, K, V] to its entry states [n_in, HV, K, V], and
-    what `carry_adjoints` needs of them. If no state crosses in the whole group, no rank asks for a collective."""
+    what `carry_adjoints` needs of them. If no state crosses in the whole group, no rank asks for a collective.
+
+    about: what else the ranks must have in common, in words.
+    """
     if seams.none:
         return b, b
-    return (yield from EXCHANGES[exchange].carry_states(seams, merge, M, b))
+    return (yield from EXCHANGES[exchange].carry_states(seams, merge, M, b, about))
 
 
-def carry_adjoints(exchange: str, seams: Seams, merge: Merge, kept: Tensor, d: Tensor) -> Program[Tensor]:
+def carry_adjoints(exchange: str, seams: Seams, merge: Merge, kept: Tensor, d: Tensor, about: str) -> Program[Tensor]:
     """From the adjoints d [n_in, HV, K, V] of this rank's entered fragments, taken with no adjoint from beyond their
     ends, to the adjoints [n_out, HV, K, V] of its exit states. `kept` is the second result of `carry_states`."""
     if seams.none:
         return d
-    return (yield from EXCHANGES[exchange].carry_adjoints(seams, merge, kept, d))
+    return (yield from EXCHANGES[exchange].carry_adjoints(seams, merge, kept, d, about))

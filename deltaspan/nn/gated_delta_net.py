@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltaspan.op import causal_conv1d, chunk_gated_delta_rule
-
-if TYPE_CHECKING:
-    from deltaspan.op import Context
+from deltaspan.op import Context, causal_conv1d, chunk_gated_delta_rule, told_to_others
 
 DECAY_RATE_RANGE = (1.0, 16.0)
 TIME_STEP_RANGE = (1e-3, 1e-1)
@@ -105,6 +101,7 @@ class GatedDeltaNet(nn.Module):
         dt = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
+    @told_to_others
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         """Applies the layer to a shard.
 
@@ -116,8 +113,16 @@ class GatedDeltaNet(nn.Module):
             [1, T, hidden_size] in x's dtype (in autocast's under autocast).
 
         Raises:
-            ValueError: x has another shape; ctx has another convolution width.
+            TypeError: ctx is no context.
+            ValueError: x has another shape; ctx has another convolution width; A_log or dt_bias was narrowed.
         """
+        if not isinstance(ctx, Context):
+            raise TypeError(f"ctx must be a Context, from deltaspan.build_context, got {type(ctx).__name__}")
+        for name in ("A_log", "dt_bias"):
+            if getattr(self, name).element_size() < 4:
+                raise ValueError(
+                    f"{name} must stay fp32, got {getattr(self, name).dtype}: leave it out of mixed precision"
+                )
         if ctx.rank is None:
             raise ValueError("ctx must be one rank's, of a process group or of none; got a simulated group's")
         needed = (1, ctx.tokens, self.hidden_size)

@@ -5,6 +5,7 @@ from deltaspan.op.conv import causal_conv1d
 from deltaspan.op.function import backward, chunk_gated_delta_rule, forward
 from deltaspan.op.saved import Saved
 from deltaspan.op.sizes import comm_bytes, saved_bytes
+from deltaspan.op.together import told_to_others
 
 __all__ = [
     "Context",
@@ -16,4 +17,5 @@ __all__ = [
     "comm_bytes",
     "forward",
     "saved_bytes",
+    "told_to_others",
 ]

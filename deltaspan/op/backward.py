@@ -6,7 +6,7 @@ from torch import Tensor
 
 from deltaspan.exchange import Program, carry_adjoints
 from deltaspan.op.context import Context
-from deltaspan.op.forward import enter, prepare, stages
+from deltaspan.op.forward import common, enter, prepare, stages
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
 from deltaspan.op.saved import Saved, end_adjoints, initial_gradient, start_states
@@ -48,6 +48,8 @@ def backward_program(
     adjoint = tier.adjoint_prep(tape, do)
     leaving = end_adjoints(view, x, dfinal_state)
     d = tier.adjoint_summary(adjoint, view.entered, leaving[view.in_slots])
-    leaving[view.out_slots] = yield from carry_adjoints(options.exchange, view.seams, tier.merge, saved.kept, d)
+    leaving[view.out_slots] = yield from carry_adjoints(
+        options.exchange, view.seams, tier.merge, saved.kept, d, common(x, options)
+    )
     entering, costates = tier.adjoint_walk(adjoint, view.every, leaving)
     return Gradients(*tier.gradients(adjoint, states, costates), initial_gradient(view, x, entering, dfinal_state))

@@ -65,6 +65,12 @@ class Context:
     def __delattr__(self, name: str) -> None:
         raise dataclasses.FrozenInstanceError(f"a context is immutable: cannot delete {name}")
 
+    def __deepcopy__(self, memo: dict) -> "Context":
+        return self
+
+    def __reduce__(self) -> tuple:
+        raise TypeError("a context belongs to its process and group: send the partition and build it there")
+
     def __repr__(self) -> str:
         where = "all ranks simulated" if self._simulated else f"rank {self.rank}"
         return f"<Context of {self.part!r}, {where}, on {self.device}>"
@@ -103,6 +109,7 @@ class Context:
 
         total: tokens of the result along `dim`, at least `part.total_tokens` (the default); the tail is zero.
         Its gradient is the sum over ranks of their gradients of this rank's tokens, added in the order of ranks.
+        Wherever gradients are recorded the result wants one, also of an input that does not: `detach` it to look at it.
 
         Raises:
             ValueError: a token count other than this rank's, a `total` that is too small, or another device.
@@ -160,7 +167,20 @@ def build_context(
         TypeError: `part` is no partition, or `group` no group.
         ValueError: a value out of range, or one on which the ranks of the group disagree (on every rank).
     """
-    link = transport(group)
+    with torch.inference_mode(False):  # its tables outlive whatever mode it is built in
+        return _build(part, transport(group), group, rank, device, conv_kernel_size, p_rule, sm_count)
+
+
+def _build(
+    part: Partition,
+    link: Transport,
+    group: object,
+    rank: int | None,
+    device: torch.device | str | None,
+    conv_kernel_size: int,
+    p_rule: str,
+    sm_count: int | None,
+) -> Context:
     link.begin()
     try:
         device, sm_count = _check(part, link, group, rank, device, conv_kernel_size, p_rule, sm_count)

@@ -66,7 +66,7 @@ def causal_conv1d(
         ("recompute_handle", recompute_handle, None),
     ):  # fmt: skip
         if value is not served:
-            raise ValueError(f"{name} is not served by this release, which serves {served}")
+            raise ValueError(f"{name} is not served by this release, which serves {served!r}")
     shards, weights, biases = ctx._listed("x", x), ctx._replicated("weight", weight), ctx._replicated("bias", bias)
     ranks = [
         _check(ctx, view, *_as_tuples(*given)) for view, *given in zip(ctx._views, shards, weights, biases, strict=True)

@@ -34,7 +34,7 @@ def enter(ctx: Context, view: RankView, x: Operands, options: Options, tape: Any
     tier = stages(ctx, options)
     entry = start_states(view, x)
     M, b = tier.summary(tape, view.leaving, entry[view.out_slots])
-    entered, kept = yield from carry_states(options.exchange, view.seams, tier.merge, M, b)
+    entered, kept = yield from carry_states(options.exchange, view.seams, tier.merge, M, b, common(x, options))
     entry[view.in_slots] = entered
     return entry, Saved(ctx, options, shapes(x), entered, kept)
 
@@ -42,6 +42,12 @@ def enter(ctx: Context, view: RankView, x: Operands, options: Options, tape: Any
 def prepare(tier: Any, view: RankView, x: Operands, options: Options) -> Any:
     scale = x.k.shape[2] ** -0.5 if options.scale is None else options.scale
     return tier.prep(x.q, x.k, x.v, x.g, x.beta, view.grid, scale=scale, unit_keys=options.unit_keys)
+
+
+def common(x: Operands, options: Options) -> str:
+    """What the ranks of a group must have in common beside the shapes of states, for none would notice by itself."""
+    given = "no initial state" if x.initial_state is None else "an initial state"
+    return f"{x.v.shape[1]} heads, scale {options.scale}, unit_keys {options.unit_keys}, {given}"
 
 
 def stages(ctx: Context, options: Options) -> Any:

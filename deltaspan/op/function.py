@@ -52,7 +52,8 @@ def chunk_gated_delta_rule(
 
     from the initial state at every document's start (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464). With a process
     group this is a collective, and so is its backward: every rank calls it, also one without tokens. With a
-    SimulatedGroup operands and results are lists, one entry a rank.
+    SimulatedGroup operands and results are lists, one entry a rank. Under context parallelism the results want a
+    gradient wherever gradients are recorded, so that all ranks have a backward where one has.
 
     Args:
         q, k: [1, T, H, K], bf16, fp16, fp32 or fp64, T this rank's tokens in local order.
@@ -108,7 +109,10 @@ def forward(
     initial_state: Shards | None = None,
     **options: Any,
 ) -> tuple[Shards, Shards | None, Saved | list[Saved]]:
-    """`chunk_gated_delta_rule` without autograd; its third result is what `backward` takes as `saved`."""
+    """`chunk_gated_delta_rule` without autograd, and with operands as they are, also under autocast.
+
+    Its third result is what `backward` takes as `saved`.
+    """
     options = Options.of(**options)
     ranks = _operands(ctx, q, k, v, g, beta, initial_state)
     done = ctx._transport.run(

@@ -1,6 +1,7 @@
 """The options of one call, checked before anything is launched."""
 
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -59,11 +60,11 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         check_exchange(self.exchange)
-        if self.scale is not None and (isinstance(self.scale, bool) or not isinstance(self.scale, int | float)):
+        if self.scale is not None and (isinstance(self.scale, bool) or not isinstance(self.scale, Real)):
             raise TypeError(f"scale must be a float or None, got {self.scale!r}")
 
 
 def check_exchange(exchange: Any) -> None:
     """Raises ValueError unless `exchange` is the name of one."""
-    if exchange not in EXCHANGES:
+    if not isinstance(exchange, str) or exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {list(EXCHANGES)}, got {exchange!r}")

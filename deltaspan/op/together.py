@@ -20,20 +20,46 @@ def together(awaited: Callable[[RankView], bool]) -> Callable[[Callable], Callab
     def mark(call: Callable) -> Callable:
         @wraps(call)
         def marked(*args: Any, **kwargs: Any) -> Any:
-            candidates = (*args, *kwargs.values(), getattr(args[0], "context", None) if args else None)
-            ctx = next((a for a in candidates if hasattr(a, "_transport")), None)
+            ctx = _context_of(args, kwargs)
             if ctx is None or not awaited(ctx._views[0]):
                 return call(*args, **kwargs)
             ctx._transport.begin()
             try:
                 return call(*args, **kwargs)
             except Exception as error:
-                ctx._transport.announce(error, ctx.device)
+                _tell(ctx, error)
                 raise
 
         return marked
 
     return mark
+
+
+def told_to_others(call: Callable) -> Callable:
+    """Marks a layer that makes such calls: what it raises between them, on this rank, is told to the others too."""
+
+    @wraps(call)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            ctx = _context_of(args, kwargs)
+            if ctx is not None and not ctx._views[0].seams.none and not getattr(error, "told_to_others", False):
+                ctx._transport.begin()  # the others are in the next such call, or come to it
+                _tell(ctx, error)
+            raise
+
+    return marked
+
+
+def _context_of(args: tuple, kwargs: dict) -> Any:
+    candidates = (*args, *kwargs.values(), getattr(args[0], "context", None) if args else None)
+    return next((a for a in candidates if hasattr(a, "_transport")), None)
+
+
+def _tell(ctx: Any, error: Exception) -> None:
+    ctx._transport.announce(error, ctx.device)
+    error.told_to_others = True
 
 
 any_state_crosses = together(lambda view: not view.seams.none)

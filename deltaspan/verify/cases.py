@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 import deltaspan as ds
+from deltaspan.exchange import EXCHANGES
 from deltaspan.verify.pairwise import cover
 
 
@@ -76,6 +77,7 @@ CONVOLUTIONS = {
     "7 taps, two tensors": Convolution(7, (3, 4), bias=True, activation="silu"),
 }
 STATES = {"no states": False, "initial and final states": True}
+WAYS = ("autograd", "explicit", "replay")  # to the op's gradients; replay: without what the forward kept
 
 Sampler = Callable[[torch.Generator, int, int], Tensor]  # tokens, value heads -> [T, HV] fp64
 
@@ -128,6 +130,8 @@ FACTORS = {
     "beta": tuple(BETAS),
     "conv": tuple(CONVOLUTIONS),
     "states": tuple(STATES),
+    "exchange": tuple(EXCHANGES),
+    "way": WAYS,
 }
 
 
@@ -145,6 +149,8 @@ class Case:
     beta: str
     conv: str
     states: str
+    exchange: str
+    way: str
     seed: int
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltaspan.verify import step
 from deltaspan.verify.bounds import bound
-from deltaspan.verify.cases import PACKS, Inputs
+from deltaspan.verify.cases import FACTORS, PACKS, Inputs
 from deltaspan.verify.errors import Rows
 from deltaspan.verify.report import Figures, Row
 from deltaspan.verify.run import CaseRun
@@ -103,20 +103,27 @@ def reshard(run: CaseRun) -> Verdict:
     return compare([{"dz": total}], [{"dz": sum(row["dz"] for row in run.shards)}])
 
 
-def explicit(run: CaseRun) -> Verdict:
-    """`ds.forward` and `ds.backward` give the bits of autograd."""
-    return _directions(run, keep=True)
+def ways(run: CaseRun) -> Verdict:
+    """Autograd, `ds.forward` with `ds.backward`, and that without what the forward kept give the same bits."""
+    return _alike(run, "way")
 
 
-def replay(run: CaseRun) -> Verdict:
-    """`ds.backward` without what the forward kept gives the same bits."""
-    return _directions(run, keep=False)
+def exchanges(run: CaseRun) -> Verdict | None:
+    """All exchanges give the same bits."""
+    return _alike(run, "exchange") if run.part.crossing_out.any() else None
 
 
-def _directions(run: CaseRun, keep: bool) -> Verdict:
-    ctx = step.context(run.case, run.device)
-    results = step.explicit(run.case, run.inputs, ctx, keep)
-    return compare([{name: row[name] for name in results[0]} for row in run.simulated], results)
+def _alike(run: CaseRun, factor: str) -> Verdict:
+    """The op's results beside those of the same case with every other value of a factor."""
+    own, compared = getattr(run.case, factor), 0
+    for other in FACTORS[factor]:
+        if other != own:
+            results = step.operation(dataclasses.replace(run.case, **{factor: other}), run.inputs, run.context)
+            verdict = compare([{name: row[name] for name in results[0]} for row in run.simulated], results)
+            if not verdict.ok:
+                return Verdict(False, {factor: f"{own} and {other}"} | verdict.figures)
+            compared += verdict.figures["tensors"]
+    return Verdict(True, {"tensors": compared})
 
 
 def isolation(run: CaseRun) -> Verdict | None:
@@ -125,35 +132,43 @@ def isolation(run: CaseRun) -> Verdict | None:
     if len(lengths) == 1:
         return None
     document = rng.choice([document for document, length in enumerate(lengths) if length])
-    tensor, token, inputs = plant(run, document, rng)
+    names, token, inputs = plant(run, document, rng)
     clean, dirty = (step.whole(run.part, shards) for shards in (run.simulated, run.simulate(inputs)))
-    figures = {"planted": f"{tensor} of document {document}", "token": token}
-    shown, tokens = False, Rows.tokens(run.part)
+    figures = {"planted": f"{' and '.join(names)} of document {document}", "token": token}
+    tokens, traces = Rows.tokens(run.part), {}
     for name in [name for name in clean if name not in PER_PARAMETER]:
         of = run.rows(name, tokens).document
-        shown |= bool(dirty[name][of == document].isnan().any())
+        traces[name] = bool(dirty[name][of == document].isnan().any())
         differs = (clean[name].view(torch.int64) != dirty[name].view(torch.int64)).flatten(1).any(1)
         others = of[differs & (of != document)]
         if len(others):
             return Verdict(False, {"tensor": name, "document": int(others[0])} | figures)
-    return Verdict(shown, figures if shown else figures | {"trouble": "it left no trace in its own document"})
+    for name, results in zip(names, (OUTPUTS + GRADIENTS, CONVOLUTION), strict=True):
+        if not any(traces.get(result) for result in results):
+            return Verdict(False, figures | {"trouble": f"{name} left no trace in its own document"})
+    return Verdict(True, figures)
 
 
-def plant(run: CaseRun, document: int, rng: Random) -> tuple[str, int | None, Inputs]:
-    """Puts one NaN into one operand: at a seam of the document if there is one. Returns the operand and the token."""
+def plant(run: CaseRun, document: int, rng: Random) -> tuple[tuple[str, str], int, Inputs]:
+    """Puts a NaN into one operand of the op and one of the convolution: at a seam of the document if there is one.
+
+    Returns the operands and the token, for operands that have tokens.
+    """
     inputs = run.inputs
-    names = ["q", "k", "v", "g", "beta", "do", "x", "dy"]
-    names += ["initial_state", "dfinal_state"] if inputs.initial_state is not None else []
-    name = rng.choice(names)
+    of_op = ["q", "k", "v", "g", "beta", "do"]
+    of_op += ["initial_state", "dfinal_state"] if inputs.initial_state is not None else []
+    names = rng.choice(of_op), rng.choice(["x", "dy"])
     start, length = run.case.cu_seqlens[document], PACKS[run.case.pack][document]
     seams = [seam for seam in Rows.tokens(run.part).seams if seam.document == document]
     token = rng.choice(seams).offset - rng.randrange(2) if seams else rng.randrange(length)
-    value = getattr(inputs, name)
-    tensor = (value[0] if name in ("x", "dy") else value).clone()
-    per_document = name in ("initial_state", "dfinal_state")
-    tensor[document if per_document else start + token].view(-1)[0] = torch.nan
-    changed = (tensor, *value[1:]) if name in ("x", "dy") else tensor
-    return name, None if per_document else token, dataclasses.replace(inputs, **{name: changed})
+    changed = {}
+    for name in names:
+        value = getattr(inputs, name)
+        several = isinstance(value, tuple)
+        tensor = (value[0] if several else value).clone()
+        tensor[document if name.endswith("state") else start + token].view(-1)[0] = torch.nan
+        changed[name] = (tensor, *value[1:]) if several else tensor
+    return names, token, dataclasses.replace(inputs, **changed)
 
 
 CHECKS: dict[str, Check] = {
@@ -162,8 +177,8 @@ CHECKS: dict[str, Check] = {
     "convolution": convolution,
     "processes = simulated ranks": real_ranks,
     "shard and unshard": reshard,
-    "forward, backward = autograd": explicit,
-    "replay = saved": replay,
+    "autograd = explicit = replay": ways,
+    "all_to_all = ring = all_gather": exchanges,
     "NaN stays in its document": isolation,
 }
 

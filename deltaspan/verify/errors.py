@@ -93,7 +93,7 @@ def errors(found: Tensor, truth: Tensor, rows: Rows, smallest: float, terms: Ten
 
     found, truth: [rows, heads, features] in float64.
     smallest: added to what errors are divided by, for truths that are zero or nearly so.
-    terms: [rows, heads], the size of what the truth is a difference of; r is then the RMS of the greater one.
+    terms: [rows, heads], at least so large is what errors are divided by: the RMS is of the greater one.
     An error that is no number counts as infinite.
     """
     error = (found - truth).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -59,12 +59,15 @@ class Report:
             held = f"[red]{len(rows) - len(failed)}[/red]" if failed else str(len(rows))
             summary.add_row(name, str(len(rows)), held, escape(_nearest(rows)))
             for row in failed[:SHOWN_FAILURES]:
-                failures.add_row(name, escape(row.row), escape(_shown(row.figures)))
+                failures.add_row(name, escape(row.row), escape(shown(row.figures)))
             if len(failed) > SHOWN_FAILURES:
                 failures.add_row(name, f"and {len(failed) - SHOWN_FAILURES} more", "")
+        return Group(*([summary, failures] if failures.rows else [summary]), self.caption())
+
+    def caption(self) -> RenderableType:
+        """What it all holds for."""
         facts = ", ".join(f"{name} {value}" for name, value in self.machine.items())
-        caption = Text(f"{facts}. Random inputs of seed {self.seed}.", style="dim")
-        return Group(summary, failures, caption) if failures.rows else Group(summary, caption)
+        return Text(f"{facts}. Random inputs of seed {self.seed}.", style="dim")
 
 
 def machine_facts(device: str) -> dict[str, str | int]:
@@ -97,10 +100,10 @@ def _nearest(rows: Sequence[Row]) -> str:
     if not judged:
         return "no bit differs" if all(row.ok for row in rows) else ""
     nearest = max(judged, key=lambda figures: figures["error"] / figures["bound"])
-    return _shown(nearest, hidden=("seed", "rms", "worst_element"))
+    return shown(nearest, hidden=("seed", "rms", "worst_element"))
 
 
-def _shown(figures: Figures, hidden: Sequence[str] = ("seed",)) -> str:
+def shown(figures: Figures, hidden: Sequence[str] = ("seed",)) -> str:
     """Figures in their order, the absent ones left out."""
     return ", ".join(
         f"{name} {value:.2g}" if isinstance(value, float) else f"{name} {value}"

@@ -3,6 +3,7 @@
 import dataclasses
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 import deltaspan as ds
@@ -42,7 +43,11 @@ class CaseRun:
         return self.simulate(self.inputs)
 
     def simulate(self, inputs: Inputs) -> list[Results]:
-        return step.on_context(self.case, inputs, step.context(self.case, self.device))
+        return step.on_context(self.case, inputs, self.context)
+
+    @cached_property
+    def context(self) -> ds.Context:
+        return step.context(self.case, self.device)
 
     @property
     def shards(self) -> list[Results]:
@@ -66,11 +71,11 @@ class CaseRun:
         if missing := self.truth.keys() - found.keys():
             raise ValueError(f"no result for {', '.join(sorted(missing))}")
         floor = smallest(self.case.dtype)
-        terms = logarithmic_gradients(self.inputs, self.truth)
+        terms = cancelled(self.inputs, self.truth)
         return {
             name: errors(
                 as_rows(name, found[name]), as_rows(name, true), self.rows(name, tokens), floor,
-                terms=terms if name == "dg" else None,
+                terms=terms.get(name),
             )
             for name, true in self.truth.items()
         }  # fmt: skip
@@ -81,15 +86,26 @@ class CaseRun:
         return Rows.documents(len(PACKS[self.case.pack])) if name in PER_DOCUMENT else tokens
 
 
-def logarithmic_gradients(inputs: Inputs, truth: Results) -> Tensor:
-    """[T, HV]: |q| |dq| + |k| |dk|, what dg is measured against where it is smaller itself.
+def cancelled(inputs: Inputs, truth: Results) -> Results:
+    """What dg and dbeta [T, HV] are measured against at least, where they are smaller themselves.
 
-    g is a logarithm, and its gradient a sum over later tokens of q.dq - k.dk and their kin, the gradients by the
-    logarithms of q and k. Where hardly any state reaches on, it is the small difference of these, and no arithmetic
-    finds it more exactly than they are rounded.
+    Each is one number a token and head, a sum of products. dbeta = <dv / beta, prediction error> may vanish by chance
+    in a document of few tokens. dg is e^g times what this query and later ones read of the old state, less what the
+    write erases of it: with nearly collinear keys and beta near 1 next to nothing remains. No arithmetic finds such a
+    sum more exactly than its terms are rounded, 4 u of their size or so: a 64th of it, since the bound is 2^8 u.
+
+    By its own size alone dg was beyond its bound in 13 of 1,659 cases, by up to 9 times. So measured, the worst of 50
+    draws of the quick cases is 0.43 of its bound for dg, 0.09 for dbeta.
     """
-    sizes = (x.double().norm(dim=-1) * truth[name].norm(dim=-1) for x, name in ((inputs.q, "dq"), (inputs.k, "dk")))
-    return sum(sizes).repeat_interleave(inputs.v.shape[1] // inputs.q.shape[1], dim=1)
+    group = inputs.v.shape[1] // inputs.q.shape[1]
+    size = {name: x.double().norm(dim=-1) for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v))}
+    dsize = {name: truth["d" + name].norm(dim=-1) for name in size}
+    beta = inputs.beta.double()
+    read_and_erased = (size["q"] * dsize["q"] + size["k"] * dsize["k"]).repeat_interleave(group, dim=1)
+    return {
+        "dg": inputs.g.double().exp() * read_and_erased / 64,
+        "dbeta": torch.where(beta > 0, size["v"] * dsize["v"] / beta, 0) / 64,
+    }
 
 
 def as_rows(name: str, x: Tensor) -> Tensor:

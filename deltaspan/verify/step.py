@@ -23,8 +23,8 @@ PER_PARAMETER = ("dweight", "dbias")  # [D, ...]
 
 
 def on_context(case: Case, inputs: Inputs, ctx: ds.Context) -> list[Results]:
-    """The step through autograd: for every rank that runs here, its shard of each result, on the CPU."""
-    parts = _operation(case, inputs, ctx), _convolution(case, inputs, ctx), _round_trip(inputs, ctx)
+    """The step: for every rank that runs here, its shard of each result, on the CPU."""
+    parts = operation(case, inputs, ctx), _convolution(case, inputs, ctx), _round_trip(inputs, ctx)
     return [_on_cpu(op | conv | trip) for op, conv, trip in zip(*parts, strict=True)]
 
 
@@ -42,21 +42,11 @@ def context(case: Case, device: str, world_size: int | None = None) -> ds.Contex
     return ds.build_context(part, group, device=device, conv_kernel_size=CONVOLUTIONS[case.conv].width)
 
 
-def explicit(case: Case, inputs: Inputs, ctx: ds.Context, keep: bool) -> list[Results]:
-    """The op's part by `ds.forward` and `ds.backward`; keep: whether the one hands what it kept to the other."""
+def operation(case: Case, inputs: Inputs, ctx: ds.Context) -> list[Results]:
+    """The op's part: in the case's way, by its exchange."""
     x = operands(case, inputs, ctx)
-    tensors = [given(ctx, t) for t in x.tensors]
-    initial, dfinal = (None if t[0] is None else given(ctx, t) for t in (x.initial_state, x.dfinal_state))
-    o, final, saved = ds.forward(*tensors, ctx, initial_state=initial, **x.options)
-    gradients = ds.backward(
-        *tensors, ctx, given(ctx, x.do), dfinal_state=dfinal, saved=saved if keep else None, initial_state=initial,
-        **x.options,
-    )  # fmt: skip
-    finals = [None] * len(x.do) if final is None else listed(ctx, final)
-    return [
-        _on_cpu({"o": o, "final_state": final} | {name: getattr(grads, name) for name in GRADIENTS})
-        for o, final, grads in zip(listed(ctx, o), finals, listed(ctx, gradients), strict=True)
-    ]
+    results = _by_autograd(x, ctx) if case.way == "autograd" else _explicitly(x, ctx, keep=case.way == "explicit")
+    return [_on_cpu(row) for row in results]
 
 
 class Operands(NamedTuple):
@@ -77,7 +67,11 @@ def operands(case: Case, inputs: Inputs, ctx: ds.Context) -> Operands:
         initial_state=_replicas(ctx, inputs.initial_state, ranks),
         do=_shards(ctx, inputs.do),
         dfinal_state=_replicas(ctx, inputs.dfinal_state, ranks),
-        options={"unit_keys": KEYS[case.keys].unit_keys, "output_final_state": STATES[case.states]},
+        options={
+            "unit_keys": KEYS[case.keys].unit_keys,
+            "output_final_state": STATES[case.states],
+            "exchange": case.exchange,
+        },
     )
 
 
@@ -91,17 +85,37 @@ def given(ctx: ds.Context, values: list) -> Any:
     return values if ctx.rank is None else values[0]
 
 
-def _operation(case: Case, inputs: Inputs, ctx: ds.Context) -> list[Results]:
-    x = operands(case, inputs, ctx)
-    states = None if inputs.initial_state is None else given(ctx, x.initial_state)
-    o, final = ds.chunk_gated_delta_rule(*(given(ctx, t) for t in x.tensors), ctx, initial_state=states, **x.options)
-    o = listed(ctx, o)
-    final = [None] * len(o) if final is None else listed(ctx, final)
+def _by_autograd(x: Operands, ctx: ds.Context) -> list[dict[str, Tensor | None]]:
+    tensors, initial, _, _ = _given_all(ctx, x)
+    o, final = ds.chunk_gated_delta_rule(*tensors, ctx, initial_state=initial, **x.options)
+    o, final = listed(ctx, o), _final_by_rank(ctx, final, x)
     roots = [(t, grad) for t, grad in zip(o + final, x.do + x.dfinal_state, strict=True) if t is not None]
     torch.autograd.backward(*map(list, zip(*roots, strict=True)))
     columns = [*x.tensors, x.initial_state]
     gradients = [[None if t is None else t.grad for t in column] for column in columns]
     return [dict(zip((*OUTPUTS, *GRADIENTS), row, strict=True)) for row in zip(o, final, *gradients, strict=True)]
+
+
+def _explicitly(x: Operands, ctx: ds.Context, keep: bool) -> list[dict[str, Tensor | None]]:
+    """By `ds.forward` and `ds.backward`; keep: whether the one hands what it kept to the other."""
+    tensors, initial, do, dfinal = _given_all(ctx, x)
+    o, final, saved = ds.forward(*tensors, ctx, initial_state=initial, **x.options)
+    gradients = ds.backward(
+        *tensors, ctx, do, dfinal_state=dfinal, saved=saved if keep else None, initial_state=initial, **x.options
+    )
+    rows = zip(listed(ctx, o), _final_by_rank(ctx, final, x), listed(ctx, gradients), strict=True)
+    return [{"o": o, "final_state": final} | {n: getattr(grads, n) for n in GRADIENTS} for o, final, grads in rows]
+
+
+def _given_all(ctx: ds.Context, x: Operands) -> tuple[list, Any, Any, Any]:
+    """q, k, v, g and beta, initial_state, do and dfinal_state, as a call with this context takes them."""
+    states = (None if column[0] is None else given(ctx, column) for column in (x.initial_state, x.dfinal_state))
+    initial, dfinal = states
+    return [given(ctx, t) for t in x.tensors], initial, given(ctx, x.do), dfinal
+
+
+def _final_by_rank(ctx: ds.Context, final: Any, x: Operands) -> list[Tensor | None]:
+    return [None] * len(x.do) if final is None else listed(ctx, final)
 
 
 def _convolution(case: Case, inputs: Inputs, ctx: ds.Context) -> list[Results]:

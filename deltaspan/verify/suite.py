@@ -47,19 +47,28 @@ def run_suite(
     """
     if suite not in SUITES:
         raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {suite!r}")
+    device = check_request(device, seed)
+    seed = secrets.randbits(32) if seed is None else seed
+    # Results have the same bits only at equal thread counts, and the real ranks have one thread each.
+    with one_thread():
+        rows = run_cases(SUITES[suite](seed), device, progress)
+        facts = machine_facts(device)
+    return Report(facts, [Row(row.name, row.row, row.ok, {**row.figures, "seed": seed}) for row in rows], seed)
+
+
+def check_request(device: str | None, seed: int | None) -> str:
+    """The device to compute on.
+
+    Raises:
+        ValueError: an unknown device, one that this machine lacks, a seed below 0.
+    """
     if device not in (None, *DEVICES):
         raise ValueError(f"device must be one of {', '.join(DEVICES)} or None, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device must be cpu on a machine without a CUDA device, got 'cuda'")
     if seed is not None and seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    seed = secrets.randbits(32) if seed is None else seed
-    # Results have the same bits only at equal thread counts, and the real ranks have one thread each.
-    with _one_thread():
-        rows = run_cases(SUITES[suite](seed), device, progress)
-        facts = machine_facts(device)
-    return Report(facts, [Row(row.name, row.row, row.ok, {**row.figures, "seed": seed}) for row in rows], seed)
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run_cases(cases: Sequence[Case], device: str, progress: Advance = lambda stage, done, total: None) -> list[Row]:
@@ -129,7 +138,7 @@ def _add(pools: defaultdict[tuple[str, str], Pool], run: CaseRun) -> None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,5 +1,7 @@
 """Every collective gives on real ranks what it gives on simulated ones, and both give what its words say."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,14 +97,8 @@ def test_nothing_asked() -> None:
 
 def broken() -> str:
     """A rank that asks for more than its send holds."""
-    x = torch.zeros(3, 2)
-    ask = AllToAll("errand", x, (2, 2), (2, 2))
-
-    def program() -> Program[None]:
-        yield ask
-
     try:
-        ProcessGroup(dist.group.WORLD).run([program()])
+        ProcessGroup(dist.group.WORLD).run([asking(AllToAll("errand", torch.zeros(3, 2), (2, 2), (2, 2)))])
     except RuntimeError as error:
         return str(error)
     return ""
@@ -111,3 +107,24 @@ def broken() -> str:
 def test_an_error_names_the_collective_and_the_rank() -> None:
     for rank, said in enumerate(gloo(2).run(broken)):
         assert said.startswith(f"rank {rank}: collective 'errand' failed: ")
+
+
+def miscounted() -> str:
+    """Rank 1 expects a row more of rank 0 than that sends, as only an error of ours can make it."""
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    rank = dist.get_rank(group)
+    ask = AllToAll("errand", torch.zeros(4, 2), (2, 2), (3, 2) if rank else (2, 2))
+    try:
+        ProcessGroup(group).run([asking(ask)])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def asking(ask: AllToAll) -> Program[Tensor]:
+    return (yield ask)
+
+
+def test_a_rank_that_is_sent_too_little_says_so() -> None:
+    said = gloo(2).run(miscounted)[1]
+    assert said.startswith("rank 1: collective 'errand': rank 0 sends 16 bytes, this rank's operands ask for 24")

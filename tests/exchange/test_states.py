@@ -122,8 +122,8 @@ def test_states_and_adjoints_come_home(rng: torch.Generator, part: Partition, he
 
     def program(rank: int, *share: Tensor) -> Program[tuple[Tensor, Tensor]]:
         mine, (M, b, d) = seams(part, rank), share
-        entry, kept = yield from carry_states(exchange, mine, merge, M, b)
-        return entry, (yield from carry_adjoints(exchange, mine, merge, kept, d))
+        entry, kept = yield from carry_states(exchange, mine, merge, M, b, "")
+        return entry, (yield from carry_adjoints(exchange, mine, merge, kept, d, ""))
 
     n_out, n_in = (n.tolist() for n in crossings(part))
     shares = zip(M.split(n_out), b.split(n_out), d.split(n_in), strict=True)
@@ -139,8 +139,8 @@ def test_nobody_asks_where_nothing_crosses(rng: torch.Generator, exchange: str) 
     part = ds.partition([0, 4, 9], 2, fragments=[[(0, 0, 4)], [(1, 0, 5)]])
     M, b, d = drawn(rng, part, 2)
     for programs in (
-        carry_states(exchange, seams(part, 0), merge, M, b),
-        carry_adjoints(exchange, seams(part, 0), merge, M, d),
+        carry_states(exchange, seams(part, 0), merge, M, b, ""),
+        carry_adjoints(exchange, seams(part, 0), merge, M, d, ""),
     ):
         with pytest.raises(StopIteration):
             next(programs)

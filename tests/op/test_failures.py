@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -149,6 +150,23 @@ def test_ranks_upstream_are_told(exchange: str) -> None:
     assert "rank 1 failed: ValueError: v must have shape" in waiting, waiting
 
 
+def fail_twice() -> list[str]:
+    """Two calls fail in a row, and rank 3 comes to either so late that the others have left it behind."""
+    pack, part = drawn(4)
+    ctx = ds.build_context(part, dist.new_group(timeout=timedelta(seconds=8)), device="cpu")
+    told = []
+    for name, bad_ranks, late in (("convolution", (2, 3), (0, 0.3, 0, 0.45)), ("rule", (0, 1), (0, 0, 0, 0.28))):
+        time.sleep(late[ctx.rank])
+        told.append(said(calls(ctx, pack, ctx.rank in bad_ranks)[name]))
+    return [*told, said(run_rule, pack, ctx)]
+
+
+def test_two_failures_in_a_row_leave_nothing_behind() -> None:
+    for rank, (first, second, step) in enumerate(gloo(4).run(fail_twice)):
+        assert ("ValueError" in first) and ("ValueError" in second)
+        assert step == "nothing", f"rank {rank}: {step}"
+
+
 def ignore_the_output() -> str:
     """Rank 1's loss does not use what the operation gave it, so that it has no backward there."""
     pack, part = drawn(2)
@@ -205,3 +223,34 @@ def test_a_killed_rank_is_named_and_no_process_is_left(tmp_path: Path) -> None:
     told = dict(answers.get() for _ in range(2))
     for rank in (0, 2):
         assert told[rank].startswith(f"RuntimeError: rank {rank}: collective 'adjoint_offsets': rank 1 ended"), told
+
+
+def break_the_layer() -> tuple[str, str]:
+    """Rank 1's hidden states do not fit the layer's projections, which are no call of all ranks."""
+    torch.manual_seed(0)
+    layer = ds.nn.GatedDeltaNet(16, 1, 2, head_dim=8).double()
+    ctx = ds.build_context(split([0, 60], 2, "zigzag"), dist.group.WORLD, device="cpu")
+    x = torch.randn(1, ctx.tokens, 16, dtype=torch.float64)
+    told = said(layer, x[..., :-1] if ctx.rank == 1 else x, ctx)
+    return told, said(layer, x, ctx)
+
+
+def test_a_layer_that_fails_is_told() -> None:
+    (waiting, next_waiting), (bad, next_bad) = gloo(2).run(break_the_layer)
+    assert bad.startswith("ValueError: x must have shape")
+    assert "rank 1 failed: ValueError: x must have shape" in waiting
+    assert (next_waiting, next_bad) == ("nothing", "nothing")
+
+
+def differ_in(what: str) -> str:
+    rank = dist.get_rank()
+    pack = draw(torch.Generator().manual_seed(0), [40])
+    ctx = ds.build_context(ds.partition([0, 40], 2), dist.group.WORLD, device="cpu")
+    own = {"scale": {"scale": 0.5}, "unit_keys": {"unit_keys": False}, "state": {"initial_state": pack.initial_state}}
+    return said(ds.chunk_gated_delta_rule, *(ctx.shard(x) for x in pack[1:6]), ctx, **(own[what] if rank else {}))
+
+
+@pytest.mark.parametrize("what", ["scale", "unit_keys", "state"])
+def test_ranks_whose_options_differ(what: str) -> None:
+    for rank, told in enumerate(gloo(2).run(differ_in, what)):
+        assert told.startswith(f"RuntimeError: rank {rank}: collective 'summaries': rank {1 - rank} asks for"), told

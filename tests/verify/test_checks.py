@@ -8,10 +8,10 @@ import torch
 
 from deltaspan.verify import checks
 from deltaspan.verify.bounds import BF16_ROUNDING, bound
-from deltaspan.verify.cases import Inputs
+from deltaspan.verify.cases import FACTORS, Case, Inputs
 from deltaspan.verify.processes import RanksFailed
-from deltaspan.verify.run import CaseRun
-from deltaspan.verify.step import Results
+from deltaspan.verify.run import CaseRun, cancelled
+from deltaspan.verify.step import GRADIENTS, OUTPUTS, Results
 from tests.verify.support import small
 
 # Of 19 tokens in 6 zigzag parts ranks 0 and 1 hold the first two, of 4 and 3 tokens; document 0 has the first 9.
@@ -109,10 +109,39 @@ def test_the_round_trip_is_compared_to_the_last_bit(run: CaseRun, result: str) -
     assert row.figures["tensor"] == result
 
 
-@pytest.mark.parametrize("check", ["forward, backward = autograd", "replay = saved"])
-def test_both_directions_are_compared_with_autograd(run: CaseRun, check: str) -> None:
+ALIKE = {"autograd = explicit = replay": "way", "all_to_all = ring = all_gather": "exchange"}
+
+
+@pytest.mark.parametrize("check", ALIKE)
+def test_ways_and_exchanges_are_compared_to_the_last_bit(run: CaseRun, check: str) -> None:
+    row = row_of(run, check)
+    assert row.ok
+    assert row.figures["tensors"] == 2 * 3 * 8  # the two others, on three ranks, all results of the op
     run.simulated[2]["dk"].view(-1)[0] *= 1 + 2**-52
-    assert row_of(run, check).figures == {"tensor": "dk", "rank": 2}
+    row = row_of(run, check)
+    assert not row.ok
+    first = {"way": "autograd and explicit", "exchange": "all_to_all and ring"}[ALIKE[check]]
+    assert row.figures == {ALIKE[check]: first, "tensor": "dk", "rank": 2}
+
+
+def test_every_way_and_exchange_is_run(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    for factor, function in (("way", checks.ways), ("exchange", checks.exchanges)):
+        for own in FACTORS[factor]:
+            run, asked = CaseRun(small(rng, **{factor: own}), "cpu"), [own]
+            expected = [{name: row[name] for name in (*OUTPUTS, *GRADIENTS)} for row in run.simulated]
+
+            def operation(case: Case, *_: object, asked=asked, factor=factor, expected=expected) -> list[Results]:
+                asked.append(getattr(case, factor))
+                return expected
+
+            with monkeypatch.context() as patched:
+                patched.setattr(checks.step, "operation", operation)
+                assert function(run).ok
+            assert sorted(asked) == sorted(FACTORS[factor])
+
+
+def test_exchanges_need_a_seam(rng: torch.Generator) -> None:
+    assert checks.exchanges(CaseRun(small(rng, ranks="1 rank", layout="contiguous"), "cpu")) is None
 
 
 def test_same_bits_are_of_one_type_shape_and_sign() -> None:
@@ -143,12 +172,45 @@ def test_a_nan_in_a_foreign_document_is_named(rng: torch.Generator) -> None:
     assert f"document {row.figures['document']}" not in row.figures["planted"]
 
 
+@pytest.mark.parametrize(("spared", "missed"), [("dx", "x or dy"), ("dv", "an operand of the op")])
+def test_each_of_the_two_nans_has_to_show(spared: str, missed: str, rng: torch.Generator) -> None:
+    """One is planted in the op, one in the convolution: neither's trace covers for the other's."""
+    ours = (*OUTPUTS, *GRADIENTS) if spared == "dv" else ("y", "dx")
+    run = Leaking(small(rng), "cpu")
+
+    def without_trace(shards: list[Results]) -> None:
+        for shard, clean in zip(shards, run.simulated, strict=True):
+            shard.update({name: clean[name] for name in ours})
+
+    run.change = without_trace
+    row = row_of(run, "NaN stays in its document")
+    assert not row.ok
+    traceless = row.figures["trouble"].removesuffix(" left no trace in its own document")
+    assert (traceless in ("x", "dy")) == (missed == "x or dy")
+
+
 def test_a_nan_that_shows_nowhere_proves_nothing(rng: torch.Generator) -> None:
     run = Leaking(small(rng), "cpu")
     run.change = lambda shards: shards.__setitem__(slice(None), run.simulated)
     row = row_of(run, "NaN stays in its document")
     assert not row.ok
     assert "no trace" in row.figures["trouble"]
+
+
+def test_what_may_cancel_is_measured_against_its_terms(rng: torch.Generator) -> None:
+    run = CaseRun(small(rng, decay="one g of -inf", beta="some beta of 0"), "cpu")
+    inputs, truth = run.inputs, run.truth
+    terms = cancelled(inputs, truth)
+    assert set(terms) == {"dg", "dbeta"}
+    for t in range(len(inputs.q)):
+        for head in range(2):  # both read key head 0
+            g, beta = inputs.g[t, head].exp(), inputs.beta[t, head]
+            sizes = [x[t, h].norm() for x, h in ((inputs.q, 0), (inputs.k, 0), (inputs.v, head))]
+            dsizes = [truth[name][t, h].norm() for name, h in (("dq", 0), ("dk", 0), ("dv", head))]
+            products = [size * dsize for size, dsize in zip(sizes, dsizes, strict=True)]
+            dbeta = products[2] / beta / 64 if beta else torch.zeros_like(beta)
+            torch.testing.assert_close(terms["dg"][t, head], g * (products[0] + products[1]) / 64)
+            torch.testing.assert_close(terms["dbeta"][t, head], dbeta)
 
 
 def test_bounds_follow_types() -> None:

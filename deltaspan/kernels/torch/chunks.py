@@ -37,4 +37,6 @@ def full_precision() -> Iterator[None]:
             yield
     finally:
         for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+            backend.fp32_precision = "none"  # as it is if nobody set it: then it follows a wider setting
+            if backend.fp32_precision != precision:
+                backend.fp32_precision = precision

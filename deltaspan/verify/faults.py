@@ -1,0 +1,201 @@
+"""What the mutants plant: for each fault a function that takes what stands in the package and returns the wrong one.
+
+Programs of ranks are generators, and so are the wrong ones: every rank still takes part in every collective.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import deltaspan as ds
+from deltaspan.plan.tables import ChunkGrid, Links
+
+ILL_RANK = 1
+"""The rank of those faults that one rank has by itself."""
+
+Fault = Callable[[Any], Any]
+
+
+def dropped_rows(of: str) -> Fault:
+    """For `fetch_rows`: the rows that arrive in collective `of` are taken for zeros."""
+
+    def fault(fetch_rows: Callable) -> Callable:
+        def wrong(name: str, *args: Any) -> Any:
+            rows = yield from fetch_rows(name, *args)
+            return [torch.zeros_like(x) for x in rows] if name == of else rows
+
+        return wrong
+
+    return fault
+
+
+def swapped_summaries(to_owners: Callable) -> Callable:
+    """For `all_to_all._to_owners`: the first summaries of the first two ranks that have any change places."""
+
+    def wrong(name: str, seams: Any, counts: tuple[int, ...], tiles: Tensor, about: str) -> Any:
+        arrived = yield from to_owners(name, seams, counts, tiles, about)
+        if name == "summaries":
+            a, b = [sum(counts[:rank]) for rank, count in enumerate(counts) if count][:2]
+            arrived[[a, b]] = arrived[[b, a]]
+        return arrived
+
+    return wrong
+
+
+def transposed_maps(merge: Callable) -> Callable:
+    """For `merge`."""
+    return lambda M, X, b: merge(M.mT, X, b)
+
+
+def joined_documents(link: Callable) -> Callable:
+    """For `layout.link`: the first fragment of a document follows the last one of the document before."""
+
+    def wrong(num_documents: int, doc: np.ndarray, *columns: np.ndarray) -> tuple:
+        chains, *_ = link(num_documents, doc, *columns)
+        _, prev, next = link(1, np.zeros_like(doc), *columns)
+        return chains, prev, next
+
+    return wrong
+
+
+def foreign_key_heads(gradients: Callable) -> Callable:
+    """For `gradients`: value head j's share of dq goes to key head j % H instead of j // (HV // H)."""
+
+    def wrong(adjoint: Any, *walked: Any) -> tuple:
+        q, k, *others = adjoint.tape.operands
+        H, HV = q.shape[1], others[0].shape[1]
+        apart = (x.float().repeat_interleave(HV // H, dim=1) for x in (q, k))
+        tape = adjoint.tape._replace(operands=(*apart, *others))
+        dq = gradients(adjoint._replace(tape=tape), *walked)[0].unflatten(1, (HV // H, H)).sum(1).to(q.dtype)
+        return dq, *gradients(adjoint, *walked)[1:]
+
+    return wrong
+
+
+def forgotten_entry_states(backward_program: Callable) -> Callable:
+    """For `backward_program`: one rank walks from zero where it was to walk from the states that it had received."""
+
+    def wrong(ctx: ds.Context, view: Any, *args: Any) -> Any:
+        *args, saved = args
+        if view.rank == ILL_RANK and saved is not None:
+            saved = dataclasses.replace(saved, entry=torch.zeros_like(saved.entry))
+        return backward_program(ctx, view, *args, saved)
+
+    return wrong
+
+
+def next_owners_heads(to_homes: Callable) -> Callable:
+    """For `all_to_all._to_homes`: what the owners answer is put where the next owner's heads belong."""
+
+    def wrong(name: str, seams: Any, counts: tuple[int, ...], tiles: Tensor, HV: int, about: str) -> Any:
+        answers = yield from to_homes(name, seams, counts, tiles, HV, about)
+        return answers.roll(-(-HV // len(counts)), dims=1)
+
+    return wrong
+
+
+def late_cut(chunk_grid: Callable) -> Callable:
+    """For `chunk_grid`: where two fragments of one rank meet, one more token is counted to the first."""
+
+    def wrong(part: ds.Partition, rank: int) -> ChunkGrid:
+        own = part.rows(rank)
+        length, start = part.table.length[own].copy(), part.table.local_start[own].copy()
+        for slot in range(1, len(length)):
+            if length[slot - 1] and length[slot] > 1:
+                length[slot - 1 : slot + 1] += 1, -1
+                start[slot] += 1
+        return chunk_grid(_Cut(_Columns(length, start)), rank)
+
+    return wrong
+
+
+@dataclasses.dataclass
+class _Columns:
+    length: np.ndarray
+    local_start: np.ndarray
+
+
+@dataclasses.dataclass
+class _Cut:
+    """As much of a partition as `chunk_grid` reads, of one rank."""
+
+    table: _Columns
+
+    def rows(self, rank: int) -> slice:
+        return slice(None)
+
+
+def unmasked_rows(to_chunks: Callable) -> Callable:
+    """For `to_chunks`: rows behind the end of a fragment's last chunk keep the token that was read to fill them."""
+    return lambda x, grid, dtype: x[grid.token_of_row].to(dtype).transpose(1, 2)
+
+
+def first_fragment_first(chain_links: Callable) -> Callable:
+    """For `chain_links`: adjoints pass a document's seams from its begin to its end."""
+
+    def wrong(part: ds.Partition) -> Links:
+        links = chain_links(part)
+        behind = {int(out): after for step in links.backward for out, after in zip(step[0], step[2], strict=True)}
+        backward = ((out, entered, np.array([behind[int(i)] for i in out])) for out, entered in links.forward)
+        return links._replace(backward=tuple(backward))
+
+    return wrong
+
+
+def neighbours_decay(prep: Callable) -> Callable:
+    """For `prep`: every head decays as the one before it."""
+    return lambda q, k, v, g, *args, **options: prep(q, k, v, g.roll(1, dims=1), *args, **options)
+
+
+def former_batch(rank_view: Callable) -> Callable:
+    """For `rank_view`: tables of a pack as long, whose documents had come in the opposite order."""
+
+    def wrong(part: ds.Partition, *args: Any) -> Any:
+        cu_seqlens = [part.total_tokens - offset for offset in reversed(part.cu_seqlens)]
+        return rank_view(ds.partition(cu_seqlens, part.world_size, layout=part.layout), *args)
+
+    return wrong
+
+
+def rank_order(gather_tokens: Callable) -> Callable:
+    """For `gather_tokens`: all ranks' tokens one rank after another, as they arrive."""
+    return lambda x, counts, place: gather_tokens(x, counts, torch.arange(len(place), device=place.device))
+
+
+def own_share_alone(scatter_gradient: Callable) -> Callable:
+    """For `scatter_gradient`: a rank's gradient of the whole counts for its own tokens only."""
+
+    def wrong(whole: Tensor, rank: int, counts: tuple[int, ...], order: Tensor) -> Any:
+        yield from scatter_gradient(whole, rank, counts, order)
+        return whole[order].split(counts)[rank]
+
+    return wrong
+
+
+def rounded_summaries(summary: Callable) -> Callable:
+    """For `summary`: what crosses ranks goes through bf16."""
+    return lambda *args: tuple(x.bfloat16().to(x.dtype) for x in summary(*args))
+
+
+def unmerged_hops(carry_states: Callable) -> Callable:
+    """For `ring.carry_states`: a fragment passes on its own state without the one that reached it."""
+    return lambda seams, merge, M, b, about: carry_states(seams, lambda M, X, b: b, M, b, about)
+
+
+def masked_by_zero(to_tokens: Callable) -> Callable:
+    """For `to_tokens`: every token gets zero times the sum of all, which is nothing unless there is a NaN."""
+
+    def wrong(*args: Any) -> Tensor:
+        rows = to_tokens(*args)
+        return rows + 0 * rows.sum()
+
+    return wrong
+
+
+def unheard_final_gradients(end_adjoints: Callable) -> Callable:
+    """For `end_adjoints`: one rank takes the gradients of final states for zero."""
+    return lambda view, x, dfinal: end_adjoints(view, x, None if view.rank == ILL_RANK else dfinal)
