@@ -266,3 +266,19 @@ def test_grid_rows_and_tokens_are_inverse(rng):
     assert grid.token_of_row.shape == (len(grid.start), CHUNK)
     assert torch.equal(grid.token_of_row.flatten()[grid.row_of_token], torch.arange(grid.tokens))
     assert grid.valid.flatten()[grid.row_of_token].all() and int(grid.valid.sum()) == grid.tokens
+
+
+@pytest.mark.parametrize("tier", select.TIERS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_merge_does_not_depend_on_those_beside_it(rng, tier, device, dtype):
+    """So that owners of a few heads and homes of all of them get the same bits."""
+    M, X, b = (torch.randn(9, 5, 48, 48, generator=rng, dtype=dtype).to(device) for _ in range(3))
+    merge = select.tier(tier).merge
+    together = merge(M, X, b)
+    for i in range(9):
+        for heads in (slice(0, 1), slice(1, 5), slice(None)):
+            assert torch.equal(merge(M[i, heads], X[i, heads], b[i, heads]), together[i, heads])
+            alone = merge(M[i : i + 1, heads].mT.contiguous().mT, X[i : i + 1, heads], b[i : i + 1, heads])
+            assert torch.equal(alone[0], together[i, heads])
+    close(together, M @ X + b, 1e-12 if dtype == torch.float64 else 1e-4)

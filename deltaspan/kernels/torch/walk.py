@@ -17,10 +17,15 @@ class States(NamedTuple):
     update: Tensor  # U [NC, HV, 64, V]
 
 
-@full_precision()
 def merge(M: Tensor, X: Tensor, b: Tensor) -> Tensor:
-    """M X + b: the exit state for entry state X. M [..., K, K], X and b [..., K, V]."""
-    return M @ X + b
+    """M X + b: the exit state for entry state X. M [..., K, K], X and b [..., K, V].
+
+    Term by term in the order of K, each product and each sum rounded by itself: the bits do not depend on how many
+    tiles are merged side by side, as those of a batched product do on a GPU, so exchanges that merge elsewhere agree.
+    """
+    for k in range(M.shape[-1]):
+        b = b + M[..., :, k, None] * X[..., None, k, :]
+    return b
 
 
 @full_precision()
