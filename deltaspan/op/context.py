@@ -142,6 +142,7 @@ class Context:
         return self._listed(name, value) if isinstance(value, list) else [value] * len(self._views)
 
 
+@torch.inference_mode(False)  # the tables outlive whatever mode the context is built in
 def build_context(
     part: Partition,
     group: object = None,
@@ -167,20 +168,7 @@ def build_context(
         TypeError: `part` is no partition, or `group` no group.
         ValueError: a value out of range, or one on which the ranks of the group disagree (on every rank).
     """
-    with torch.inference_mode(False):  # its tables outlive whatever mode it is built in
-        return _build(part, transport(group), group, rank, device, conv_kernel_size, p_rule, sm_count)
-
-
-def _build(
-    part: Partition,
-    link: Transport,
-    group: object,
-    rank: int | None,
-    device: torch.device | str | None,
-    conv_kernel_size: int,
-    p_rule: str,
-    sm_count: int | None,
-) -> Context:
+    link = transport(group)
     link.begin()
     try:
         device, sm_count = _check(part, link, group, rank, device, conv_kernel_size, p_rule, sm_count)

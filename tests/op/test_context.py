@@ -1,5 +1,7 @@
 """A context says where its tokens stand, never changes, and goes through other people's code as one piece."""
 
+import copy
+import pickle
 import weakref
 
 import pytest
@@ -57,3 +59,14 @@ def test_one_opaque_leaf() -> None:
     alive = weakref.ref(ctx)
     del ctx
     assert alive() is None
+
+
+def test_a_context_outlives_the_mode_it_is_built_in() -> None:
+    with torch.inference_mode():
+        ctx = ds.build_context(ds.partition([0, 9], 1), device="cpu")
+    x = torch.ones(1, 9, 2, requires_grad=True)
+    ctx.shard(x).sum().backward()
+    assert x.grad.tolist() == torch.ones(1, 9, 2).tolist()
+    assert copy.deepcopy(ctx) is ctx
+    with pytest.raises(TypeError, match="belongs to its process"):
+        pickle.dumps(ctx)
