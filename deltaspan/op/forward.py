@@ -47,7 +47,8 @@ def prepare(tier: Any, view: RankView, x: Operands, options: Options) -> Any:
 def common(x: Operands, options: Options) -> str:
     """What the ranks of a group must have in common beside the shapes of states, for none would notice by itself."""
     given = "no initial state" if x.initial_state is None else "an initial state"
-    return f"{x.v.shape[1]} heads, scale {options.scale}, unit_keys {options.unit_keys}, {given}"
+    heads = f"{x.v.shape[1]} heads of {x.q.dtype}".replace("torch.", "")
+    return f"{heads}, scale {options.scale}, unit_keys {options.unit_keys}, {given}"
 
 
 def stages(ctx: Context, options: Options) -> Any:

@@ -244,13 +244,18 @@ def test_a_layer_that_fails_is_told() -> None:
 
 def differ_in(what: str) -> str:
     rank = dist.get_rank()
-    pack = draw(torch.Generator().manual_seed(0), [40])
+    narrow = torch.bfloat16 if what == "rounding" and rank else torch.float32
+    pack = draw(torch.Generator().manual_seed(0), [40]).to(narrow)  # states are FP32 beside either
     ctx = ds.build_context(ds.partition([0, 40], 2), dist.group.WORLD, device="cpu")
-    own = {"scale": {"scale": 0.5}, "unit_keys": {"unit_keys": False}, "state": {"initial_state": pack.initial_state}}
+    own = {"rounding": {}} | {
+        "scale": {"scale": 0.5},
+        "unit_keys": {"unit_keys": False},
+        "state": {"initial_state": pack.initial_state},
+    }
     return said(ds.chunk_gated_delta_rule, *(ctx.shard(x) for x in pack[1:6]), ctx, **(own[what] if rank else {}))
 
 
-@pytest.mark.parametrize("what", ["scale", "unit_keys", "state"])
+@pytest.mark.parametrize("what", ["scale", "unit_keys", "state", "rounding"])
 def test_ranks_whose_options_differ(what: str) -> None:
     for rank, told in enumerate(gloo(2).run(differ_in, what)):
         assert told.startswith(f"RuntimeError: rank {rank}: collective 'summaries': rank {1 - rank} asks for"), told
