@@ -1,14 +1,26 @@
 """How fragments are cut into segments and chunks: data in, data out, the same on every rank."""
 
-from deltaspan.plan.costs import collective_bytes, crossings, head_ranges, retained_bytes
-from deltaspan.plan.rules import RULES, check_rule, plan_segments
+from deltaspan.plan.cost import RankChunks, lpt_makespan, rank_chunks, rank_cost, rank_walk_steps, walk_steps
+from deltaspan.plan.rules import (
+    DEFAULT_RULE,
+    MOST_SEGMENTS,
+    RULES,
+    check_rule,
+    plan_segments,
+    rank_segments,
+    row_segments,
+)
+from deltaspan.plan.sizes import collective_bytes, crossings, head_ranges, retained_bytes
 from deltaspan.plan.tables import CHUNK, ChunkGrid, Links, WalkOrder, chain_links, chunk_grid, ring_hops, walk_order
 
 __all__ = [
     "CHUNK",
+    "DEFAULT_RULE",
+    "MOST_SEGMENTS",
     "RULES",
     "ChunkGrid",
     "Links",
+    "RankChunks",
     "WalkOrder",
     "chain_links",
     "check_rule",
@@ -16,8 +28,15 @@ __all__ = [
     "collective_bytes",
     "crossings",
     "head_ranges",
+    "lpt_makespan",
     "plan_segments",
+    "rank_chunks",
+    "rank_cost",
+    "rank_segments",
+    "rank_walk_steps",
     "retained_bytes",
     "ring_hops",
+    "row_segments",
     "walk_order",
+    "walk_steps",
 ]

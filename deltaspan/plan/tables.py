@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deltaspan.layout import Partition
-from deltaspan.plan.costs import crossings
+from deltaspan.plan.sizes import crossings
 
 CHUNK = 64
 

@@ -1,0 +1,112 @@
+"""What a plan costs a rank: how many chunks its device walks one after another, and the time that takes.
+
+A device walks the segments of all its value heads side by side, one on each multiprocessor. How long that takes is
+the makespan of handing them out longest first (LPT). All figures are whole numbers, so that every rank gets the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from deltaspan.layout import Partition
+from deltaspan.plan.tables import CHUNK
+
+
+class StepCosts(NamedTuple):
+    """Times of one chunk's step of each walk, and of composing two segments, in units of 10 ns."""
+
+    tape: int  # the walk that leaves the states of the chunks
+    transfer: int  # the walk of a summary's map M
+    offset: int  # the walk of a summary's offset b
+    compose: int
+    compose_weight: int = 2  # a calibration of rank costs: segments are composed before and after the exchange
+
+
+class RankChunks(NamedTuple):
+    """One rank's fragments as the planner sees them; ranks that hold alike have equal ones."""
+
+    fragments: int  # empty ones too
+    longest: int  # chunks of the longest, 0 if there is none
+    runs: tuple[tuple[int, bool, int], ...]  # (chunks, state leaves for another fragment, how many such), longest first
+
+    @classmethod
+    def of(cls, chunks: np.ndarray, crosses_out: np.ndarray) -> RankChunks:
+        """From one entry a fragment: int64 [n_frag] and bool [n_frag]."""
+        kinds, counts = np.unique(2 * chunks + crosses_out, return_counts=True)
+        runs = [(kind // 2, bool(kind % 2), n) for kind, n in zip(kinds.tolist(), counts.tolist(), strict=True)]
+        runs = tuple(run for run in reversed(runs) if run[0])
+        return cls(len(chunks), runs[0][0] if runs else 0, runs)
+
+
+def rank_chunks(part: Partition) -> list[RankChunks]:
+    """Every rank's fragments, by rank."""
+    chunks, cuts = -(-part.table.length // CHUNK), part.rank_rows[1:-1]
+    pairs = zip(np.split(chunks, cuts), np.split(part.crossing_out, cuts), strict=True)
+    return [RankChunks.of(*pair) for pair in pairs]
+
+
+def lpt_makespan(jobs: Iterable[tuple[int, int]], machines: int) -> int:
+    """The largest load when each job, longest first, goes to the least loaded of identical machines.
+
+    jobs: (length, how many such); those of no length or number are dropped. Exact: equal loads are moved together, and
+    jobs of one length are handed out in whole rounds where a round gives every machine one.
+    """
+    if machines < 1:
+        raise ValueError(f"machines must be at least 1, got {machines}")
+    loads, top = [(0, machines)], 0  # (load, machines that carry it), a heap
+    for length, count in sorted((job for job in jobs if min(job) > 0), reverse=True):
+        while count:
+            if count >= machines and top - loads[0][0] <= length:
+                rounds = count // machines
+                loads = [(load + rounds * length, n) for load, n in loads]
+                top, count = top + rounds * length, count % machines
+                continue
+            load, n = heappop(loads)
+            while loads and loads[0][0] == load:
+                n += heappop(loads)[1]
+            if n > count:
+                heappush(loads, (load, n - count))
+                n = count
+            # these are the least loaded until they reach the next
+            behind = loads[0][0] - load if loads else 0
+            rounds = min(count // n, max(1, -(-behind // length)))
+            load, count = load + rounds * length, count - rounds * n
+            heappush(loads, (load, n))
+            top = max(top, load)
+    return top
+
+
+@lru_cache(maxsize=1 << 14)
+def makespans(rank: RankChunks, segments: int, hv: int, sm_count: int) -> tuple[int, int]:
+    """Chunks that the device walks one after another in summaries, and in the walk that leaves the states.
+
+    In one piece, only fragments that state leaves need a summary; cut, every one does.
+    """
+    walks = [(-(-chunks // segments), segments * hv * n) for chunks, _, n in rank.runs]
+    leaving = [walk for walk, (_, crosses_out, _) in zip(walks, rank.runs, strict=True) if crosses_out or segments > 1]
+    return lpt_makespan(leaving, sm_count), lpt_makespan(walks, sm_count)
+
+
+def rank_cost(rank: RankChunks, segments: int, hv: int, sm_count: int, costs: StepCosts) -> int:
+    """Time of a rank's walks and of composing its segments, in units of 10 ns."""
+    summary, tape = makespans(rank, segments, hv, sm_count)
+    compose = (segments - 1) * costs.compose * costs.compose_weight * -(-rank.fragments * hv // sm_count)
+    return summary * (costs.offset + costs.transfer) + tape * costs.tape + compose
+
+
+def rank_walk_steps(rank: RankChunks, segments: int, hv: int, sm_count: int) -> int:
+    """Chunks that a rank's device walks one after another in a training step with a checkpoint: five walks over
+    summaries and three over all segments."""
+    summary, tape = makespans(rank, segments, hv, sm_count)
+    return 5 * summary + 3 * tape
+
+
+def walk_steps(part: Partition, segments: Iterable[int], *, hv: int, sm_count: int) -> list[int]:
+    """Every rank's `rank_walk_steps` for a plan, by rank."""
+    pairs = zip(rank_chunks(part), segments, strict=True)
+    return [rank_walk_steps(rank, cut, hv, sm_count) for rank, cut in pairs]
