@@ -6,6 +6,7 @@ The same program runs on a real process group, one rank a process, and on a simu
 
 from deltaspan.exchange.collectives import AllGather, AllToAll, PeerToPeer, Program
 from deltaspan.exchange.halo import HaloRoute, fetch_rows
+from deltaspan.exchange.joints import Folded, adjoint_maps, fold, spread
 from deltaspan.exchange.process_group import ProcessGroup
 from deltaspan.exchange.reshard import gather_tokens, scatter_gradient
 from deltaspan.exchange.seams import Hop, Seams
@@ -17,6 +18,7 @@ __all__ = [
     "EXCHANGES",
     "AllGather",
     "AllToAll",
+    "Folded",
     "HaloRoute",
     "Hop",
     "PeerToPeer",
@@ -25,10 +27,13 @@ __all__ = [
     "Seams",
     "SimulatedGroup",
     "Transport",
+    "adjoint_maps",
     "carry_adjoints",
     "carry_states",
     "fetch_rows",
+    "fold",
     "gather_tokens",
     "scatter_gradient",
+    "spread",
     "transport",
 ]

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deltaspan.exchange import Program, carry_adjoints
+from deltaspan.exchange import Program, adjoint_maps, carry_adjoints, fold, spread
 from deltaspan.op.context import Context
 from deltaspan.op.forward import common, enter, prepare, stages
 from deltaspan.op.operands import Operands
@@ -37,19 +37,21 @@ def backward_program(
 ) -> Program[Gradients]:
     """One rank's backward; all ranks of the group run theirs. Without `saved` the forward's exchange is run again."""
     tier = stages(ctx, options)
+    cut = ctx._cut(view, x.v.shape[1], options.segments)
     tape = prepare(tier, view, x, options)
     if saved is None:
-        entry, saved = yield from enter(ctx, view, x, options, tape)
+        entry, saved = yield from enter(ctx, view, cut, x, options, tape)
     else:
-        entry = start_states(view, x)
-        entry[view.in_slots] = saved.entry
-    _, _, states = tier.walk(tape, view.every, entry, output=False)
+        entry = start_states(cut, x)
+        entry[cut.entered_slots] = saved.entry
+    _, _, states = tier.walk(tape, cut.every, entry, output=False)
 
     adjoint = tier.adjoint_prep(tape, do)
-    leaving = end_adjoints(view, x, dfinal_state)
-    d = tier.adjoint_summary(adjoint, view.entered, leaving[view.in_slots])
-    leaving[view.out_slots] = yield from carry_adjoints(
-        options.exchange, view.seams, tier.merge, saved.kept, d, common(x, options)
-    )
-    entering, costates = tier.adjoint_walk(adjoint, view.every, leaving)
-    return Gradients(*tier.gradients(adjoint, states, costates), initial_gradient(view, x, entering, dfinal_state))
+    leaving = end_adjoints(cut, x, dfinal_state)
+    d = tier.adjoint_summary(adjoint, cut.entered, leaving[cut.entered_slots])
+    folded = fold(tier.merge, cut.backward, adjoint_maps(saved.maps), d)
+    whole = saved.kept, folded.last_offsets
+    arrived = yield from carry_adjoints(options.exchange, view.seams, tier.merge, *whole, common(x, options))
+    leaving[cut.left_slots] = spread(tier.merge, cut.backward, folded, arrived)
+    entering, costates = tier.adjoint_walk(adjoint, cut.every, leaving)
+    return Gradients(*tier.gradients(adjoint, states, costates), initial_gradient(view, cut, x, entering, dfinal_state))

@@ -13,9 +13,10 @@ from deltaspan.kernels.select import is_supported
 from deltaspan.layout import Partition
 from deltaspan.layout.pack import as_int
 from deltaspan.op.operands import check_tensor
+from deltaspan.op.segments import Segments, cut
 from deltaspan.op.together import always, anchor
 from deltaspan.op.view import GroupView, RankView, group_view, rank_view
-from deltaspan.plan import check_rule
+from deltaspan.plan import DEFAULT_RULE, check_rule, plan_segments
 
 DEFAULT_SM_COUNT = 132  # an H100's or H200's, so that ranks without a GPU plan as those will
 
@@ -34,7 +35,9 @@ class Context:
 
     __slots__ = (
         "__weakref__",
+        "_cuts",
         "_group",
+        "_plans",
         "_simulated",
         "_transport",
         "_views",
@@ -54,9 +57,11 @@ class Context:
     _views: tuple[RankView, ...]
     _group: GroupView
     _simulated: bool
+    _plans: dict[int, list[int]]  # by value heads: segments of a fragment, by rank
+    _cuts: dict[tuple[int, int], Segments]  # by rank and segments of a fragment
 
     def __init__(self, **fields: Any) -> None:
-        for name, value in fields.items():
+        for name, value in {**fields, "_plans": {}, "_cuts": {}}.items():
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -122,6 +127,21 @@ class Context:
             raise ValueError(f"total must be at least the pack's {self.part.total_tokens} tokens, got {total}")
         return self._unlisted(_Unshard.apply(self, dim, total, anchor(self), *shards))
 
+    def _segments(self, rank: int, hv: int, given: int | None) -> int:
+        """Into how many segments a rank cuts each fragment for so many value heads: as given, else as planned."""
+        if given is not None:
+            return given
+        if hv not in self._plans:
+            self._plans[hv] = plan_segments(self.part, hv=hv, sm_count=self.sm_count, rule=self.p_rule)
+        return self._plans[hv][rank]
+
+    def _cut(self, view: RankView, hv: int, given: int | None) -> Segments:
+        """A rank's segments on its device; made at the first call that wants them."""
+        key = view.rank, self._segments(view.rank, hv, given)
+        if key not in self._cuts:
+            self._cuts[key] = cut(view, key[1])
+        return self._cuts[key]
+
     def _each(self, read: Any) -> Any:
         return self._unlisted([read(view) for view in self._views])
 
@@ -150,7 +170,7 @@ def build_context(
     rank: int | None = None,
     device: torch.device | str | None = None,
     conv_kernel_size: int = 4,
-    p_rule: str = "one",
+    p_rule: str = DEFAULT_RULE,
     sm_count: int | None = None,
 ) -> Context:
     """Builds what one batch's layers share. With a process group this is a collective: every rank calls it.

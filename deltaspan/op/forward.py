@@ -4,12 +4,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from deltaspan.exchange import Program, carry_states
+from deltaspan.exchange import Program, carry_states, fold, spread
 from deltaspan.kernels import select
 from deltaspan.op.context import Context
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
 from deltaspan.op.saved import Saved, final_states, shapes, start_states
+from deltaspan.op.segments import Segments
 from deltaspan.op.view import RankView
 
 
@@ -22,21 +23,26 @@ class Forward(NamedTuple):
 def forward_program(ctx: Context, view: RankView, x: Operands, options: Options) -> Program[Forward]:
     """One rank's forward; all ranks of the group run theirs."""
     tier = stages(ctx, options)
+    cut = ctx._cut(view, x.v.shape[1], options.segments)
     tape = prepare(tier, view, x, options)
-    entry, saved = yield from enter(ctx, view, x, options, tape)
-    o, exit, _ = tier.walk(tape, view.every, entry, output=True)
-    final = final_states(view, x, exit, ctx.part.num_documents) if options.output_final_state else None
+    entry, saved = yield from enter(ctx, view, cut, x, options, tape)
+    o, exit, _ = tier.walk(tape, cut.every, entry, output=True)
+    final = final_states(view, cut, x, exit, ctx.part.num_documents) if options.output_final_state else None
     return Forward(o, final, saved)
 
 
-def enter(ctx: Context, view: RankView, x: Operands, options: Options, tape: Any) -> Program[tuple[Tensor, Saved]]:
-    """The true entry state of every fragment, [fragments, HV, K, V], and what to keep for the backward."""
+def enter(
+    ctx: Context, view: RankView, cut: Segments, x: Operands, options: Options, tape: Any
+) -> Program[tuple[Tensor, Saved]]:
+    """The true entry state of every segment, [S, HV, K, V], and what to keep for the backward."""
     tier = stages(ctx, options)
-    entry = start_states(view, x)
-    M, b = tier.summary(tape, view.leaving, entry[view.out_slots])
-    entered, kept = yield from carry_states(options.exchange, view.seams, tier.merge, M, b, common(x, options))
-    entry[view.in_slots] = entered
-    return entry, Saved(ctx, options, shapes(x), entered, kept)
+    entry = start_states(cut, x)
+    M, b = tier.summary(tape, cut.left, entry[cut.left_slots])
+    folded = fold(tier.merge, cut.forward, M, b)
+    whole = folded.last_maps, folded.last_offsets
+    arrived, kept = yield from carry_states(options.exchange, view.seams, tier.merge, *whole, common(x, options))
+    entry[cut.entered_slots] = entered = spread(tier.merge, cut.forward, folded, arrived)
+    return entry, Saved(ctx, options, shapes(x), entered, M[cut.bridges], kept)
 
 
 def prepare(tier: Any, view: RankView, x: Operands, options: Options) -> Any:

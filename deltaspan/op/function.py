@@ -9,7 +9,7 @@ from deltaspan.op.backward import Gradients, backward_program
 from deltaspan.op.context import Context
 from deltaspan.op.forward import forward_program
 from deltaspan.op.operands import Operands, check_like, check_operands
-from deltaspan.op.options import Options
+from deltaspan.op.options import Options, check_segments
 from deltaspan.op.saved import Saved, check_saved
 from deltaspan.op.together import anchor, any_state_crosses
 
@@ -70,6 +70,8 @@ def chunk_gated_delta_rule(
         unit_keys: |k| <= 1 up to rounding and beta <= 2, which permits the decay-free inverse. A longer key
             (|k|^2 > 1.03) turns its document's outputs from there on into NaN. False: keys of any length.
         backend: "auto" or a tier's name (`deltaspan.chosen_backend`).
+        segments: into how many pieces each fragment is cut that are walked side by side, at most 64 and at most as many
+            as the longest fragment has chunks; None: as the context's rule plans for these heads.
 
     The other options are accepted with the values that this release serves (see the README) and refused otherwise.
 
@@ -81,7 +83,8 @@ def chunk_gated_delta_rule(
     Raises:
         TypeError, ValueError: an argument that does not fit, before anything is sent.
     """
-    options = Options.of(
+    options = _options(
+        ctx,
         scale=scale, unit_keys=unit_keys, output_final_state=output_final_state, backend=backend,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
         dt_bias=dt_bias, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
@@ -113,7 +116,7 @@ def forward(
 
     Its third result is what `backward` takes as `saved`.
     """
-    options = Options.of(**options)
+    options = _options(ctx, **options)
     ranks = _operands(ctx, q, k, v, g, beta, initial_state)
     done = ctx._transport.run(
         [forward_program(ctx, view, x, options) for view, x in zip(ctx._views, ranks, strict=True)]
@@ -149,7 +152,7 @@ def backward(
     Raises:
         TypeError, ValueError: an argument that does not fit, or a saved set of another call.
     """
-    options = Options.of(**options)
+    options = _options(ctx, **options)
     ranks = _operands(ctx, q, k, v, g, beta, initial_state)
     kept = ctx._listed("saved", saved) if saved is not None else [None] * len(ranks)
     dos = [check_like("do", t, x.v.shape, ctx.device) for t, x in zip(ctx._listed("do", do), ranks, strict=True)]
@@ -184,7 +187,7 @@ class _GatedDeltaRule(torch.autograd.Function):
             [forward_program(ctx, view, x, options) for view, x in zip(ctx._views, ranks, strict=True)]
         )
         fn.context, fn.options, fn.count = ctx, options, len(flat)
-        fn.save_for_backward(*flat, *(t for f in done for t in (f.saved.entry, f.saved.kept)))
+        fn.save_for_backward(*flat, *(t for f in done for t in f.saved.tensors))
         fn.shapes = [f.saved.shapes for f in done]
         fn.set_materialize_grads(False)
         return *(f.o for f in done), *(f.final_state for f in done if f.final_state is not None)
@@ -195,14 +198,14 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(fn: Any, *grads: Tensor | None) -> tuple:
         ctx, tensors = fn.context, fn.saved_tensors
         ranks, kept = _by_rank(tensors[: fn.count]), tensors[fn.count :]
-        W = len(ranks)
+        W, n = len(ranks), len(kept) // len(ranks)
         done = ctx._transport.run(
             [
                 backward_program(
                     ctx, view, x, fn.options,
                     torch.zeros_like(x.v) if grads[i] is None else grads[i],
                     grads[W + i] if fn.options.output_final_state else None,
-                    Saved(ctx, fn.options, fn.shapes[i], *kept[2 * i : 2 * i + 2]),
+                    Saved(ctx, fn.options, fn.shapes[i], *kept[n * i : n * i + n]),
                 )
                 for i, (view, x) in enumerate(zip(ctx._views, ranks, strict=True))
             ]
@@ -210,11 +213,17 @@ class _GatedDeltaRule(torch.autograd.Function):
         return None, None, None, *(grad for g in done for grad in g[: len(Operands._fields)])
 
 
+def _options(ctx: Context, **given: Any) -> Options:
+    if not isinstance(ctx, Context):
+        raise TypeError(f"ctx must be a Context, from deltaspan.build_context, got {type(ctx).__name__}")
+    options = Options.of(**given)
+    check_segments(options.segments, ctx.part)
+    return options
+
+
 def _operands(
     ctx: Context, q: Shards, k: Shards, v: Shards, g: Shards, beta: Shards, initial_state: Shards | None
 ) -> list[Operands]:
-    if not isinstance(ctx, Context):
-        raise TypeError(f"ctx must be a Context, from deltaspan.build_context, got {type(ctx).__name__}")
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     columns = [ctx._listed(name, x) for name, x in named.items()]
     initial = ctx._replicated("initial_state", initial_state)

@@ -7,6 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from deltaspan.exchange import EXCHANGES
+from deltaspan.layout import Partition
+from deltaspan.layout.pack import as_int
+from deltaspan.plan import CHUNK, MOST_SEGMENTS
 
 # What this release serves of the options whose other values are still to come; anything else is refused, never ignored.
 SERVED: dict[str, tuple[Any, ...]] = {
@@ -19,7 +22,6 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "save_mode": ("light",),
     "boundary_mode": ("saved",),
     "save_transfer": (True,),
-    "segments": (None, 1),
     "reuse_recompute_tapes": ("auto", False),
     "recompute_output": ("auto", "always"),
     "recompute_handle": (None,),
@@ -35,6 +37,7 @@ class Options:
     unit_keys: bool = True
     output_final_state: bool = False
     exchange: str = "all_to_all"
+    segments: int | None = None
     backend: str = "auto"
 
     @classmethod
@@ -60,6 +63,8 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         check_exchange(self.exchange)
+        if self.segments is not None:
+            as_int("segments", self.segments, minimum=1)
         if self.scale is not None and (isinstance(self.scale, bool) or not isinstance(self.scale, Real)):
             raise TypeError(f"scale must be a float or None, got {self.scale!r}")
 
@@ -68,3 +73,11 @@ def check_exchange(exchange: Any) -> None:
     """Raises ValueError unless `exchange` is the name of one."""
     if not isinstance(exchange, str) or exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {list(EXCHANGES)}, got {exchange!r}")
+
+
+def check_segments(segments: int | None, part: Partition) -> None:
+    """Raises ValueError if `segments` asks for more than the chunks of the longest fragment of any rank, or than 64."""
+    chunks = -(-int(part.table.length.max(initial=0)) // CHUNK)
+    most = max(1, min(MOST_SEGMENTS, chunks))
+    if segments is not None and segments > most:
+        raise ValueError(f"segments must be at most {most} (chunks of the longest fragment: {chunks}), got {segments}")

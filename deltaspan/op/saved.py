@@ -7,6 +7,7 @@ from torch import Tensor
 from deltaspan.op.context import Context
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
+from deltaspan.op.segments import Segments
 from deltaspan.op.view import RankView
 
 
@@ -17,8 +18,13 @@ class Saved:
     context: Context
     options: Options
     shapes: tuple
-    entry: Tensor  # [n_in, HV, K, V], true states at the start of the fragments that state enters
+    entry: Tensor  # [n_entered, HV, K, V], true states at the start of the segments that state enters
+    maps: Tensor  # [B, HV, K, K], of the segments that pass it on inside a fragment
     kept: Tensor  # of the forward's exchange, what the backward's needs: maps, as received or its own
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.entry, self.maps, self.kept
 
 
 def check_saved(saved: object, context: Context, options: Options, x: Operands) -> None:
@@ -39,38 +45,40 @@ def shapes(x: Operands) -> tuple:
     return tuple((tuple(t.shape), t.dtype) for t in x if t is not None)
 
 
-def start_states(view: RankView, x: Operands) -> Tensor:
-    """[fragments, HV, K, V]: the initial state where a document begins, zero elsewhere."""
-    states = x.q.new_zeros(x.state_shape(view.fragments), dtype=x.state_type)
+def start_states(cut: Segments, x: Operands) -> Tensor:
+    """[S, HV, K, V]: the initial state where a document begins, zero elsewhere."""
+    states = x.q.new_zeros(x.state_shape(cut.count), dtype=x.state_type)
     if x.initial_state is not None:
-        states[view.first_slots] = x.initial_state[view.first_docs].to(states.dtype)
+        states[cut.first_slots] = x.initial_state[cut.first_docs].to(states.dtype)
     return states
 
 
-def final_states(view: RankView, x: Operands, exit: Tensor, documents: int) -> Tensor:
+def final_states(view: RankView, cut: Segments, x: Operands, exit: Tensor, documents: int) -> Tensor:
     """[N, HV, K, V]: the exit state where a document ends on this rank, zero for all others; an empty document's is its
     initial state, on rank 0."""
     final = exit.new_zeros(documents, *exit.shape[1:])
-    final[view.last_docs] = exit[view.last_slots]
+    final[cut.last_docs] = exit[cut.last_slots]
     if x.initial_state is not None:
         final[view.empty_docs] = x.initial_state[view.empty_docs].to(final.dtype)
     return final
 
 
-def end_adjoints(view: RankView, x: Operands, dfinal_state: Tensor | None) -> Tensor:
-    """[fragments, HV, K, V]: the final state's gradient where a document ends on this rank, zero elsewhere."""
-    adjoints = start_states(view, x._replace(initial_state=None))
+def end_adjoints(cut: Segments, x: Operands, dfinal_state: Tensor | None) -> Tensor:
+    """[S, HV, K, V]: the final state's gradient where a document ends on this rank, zero elsewhere."""
+    adjoints = start_states(cut, x._replace(initial_state=None))
     if dfinal_state is not None:
-        adjoints[view.last_slots] = dfinal_state[view.last_docs].to(adjoints.dtype)
+        adjoints[cut.last_slots] = dfinal_state[cut.last_docs].to(adjoints.dtype)
     return adjoints
 
 
-def initial_gradient(view: RankView, x: Operands, entering: Tensor, dfinal_state: Tensor | None) -> Tensor | None:
+def initial_gradient(
+    view: RankView, cut: Segments, x: Operands, entering: Tensor, dfinal_state: Tensor | None
+) -> Tensor | None:
     """[N, HV, K, V]: this rank's share of the initial state's gradient, None if there is no initial state."""
     if x.initial_state is None:
         return None
     gradient = entering.new_zeros(x.initial_state.shape)
-    gradient[view.first_docs] = entering[view.first_slots]
+    gradient[cut.first_docs] = entering[cut.first_slots]
     if dfinal_state is not None:
         gradient[view.empty_docs] = dfinal_state[view.empty_docs].to(gradient.dtype)
     return gradient

@@ -4,7 +4,8 @@ import torch
 
 from deltaspan.op.context import Context
 from deltaspan.op.operands import check_heads
-from deltaspan.op.options import check_exchange
+from deltaspan.op.options import check_exchange, check_segments
+from deltaspan.op.view import RankView
 from deltaspan.plan import collective_bytes, retained_bytes
 
 
@@ -41,15 +42,24 @@ def saved_bytes(
     V: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     exchange: str = "all_to_all",
+    segments: int | None = None,
 ) -> int | list[int]:
     """Bytes that this rank keeps from a layer's forward to its backward, beyond the operands.
+
+    segments: as given to the call; None, as the context plans.
 
     With a SimulatedGroup a list, one entry a rank. Raises ValueError for heads or an exchange that no call accepts.
     """
     check_heads(H, HV)
     check_exchange(exchange)
+    check_segments(segments, ctx.part)
     heads = {"HV": HV, "K": K, "V": V, "state_size": _state_size(dtype), "exchange": exchange}
-    return ctx._each(lambda view: retained_bytes(ctx.part, view.rank, **heads))
+
+    def of_rank(view: RankView) -> int:
+        cut = ctx._segments(view.rank, HV, segments)
+        return retained_bytes(ctx.part, view.rank, segments=cut, **heads)
+
+    return ctx._each(of_rank)
 
 
 def _state_size(dtype: torch.dtype) -> int:

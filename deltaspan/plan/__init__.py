@@ -10,8 +10,19 @@ from deltaspan.plan.rules import (
     rank_segments,
     row_segments,
 )
-from deltaspan.plan.sizes import collective_bytes, crossings, head_ranges, retained_bytes
-from deltaspan.plan.tables import CHUNK, ChunkGrid, Links, WalkOrder, chain_links, chunk_grid, ring_hops, walk_order
+from deltaspan.plan.segments import Passage, SegmentTable, passages, segment_starts, segment_table
+from deltaspan.plan.sizes import collective_bytes, head_ranges, retained_bytes
+from deltaspan.plan.tables import (
+    CHUNK,
+    ChunkGrid,
+    Links,
+    WalkOrder,
+    chain_links,
+    chunk_grid,
+    crossings,
+    ring_hops,
+    walk_order,
+)
 
 __all__ = [
     "CHUNK",
@@ -20,7 +31,9 @@ __all__ = [
     "RULES",
     "ChunkGrid",
     "Links",
+    "Passage",
     "RankChunks",
+    "SegmentTable",
     "WalkOrder",
     "chain_links",
     "check_rule",
@@ -29,6 +42,7 @@ __all__ = [
     "crossings",
     "head_ranges",
     "lpt_makespan",
+    "passages",
     "plan_segments",
     "rank_chunks",
     "rank_cost",
@@ -37,6 +51,8 @@ __all__ = [
     "retained_bytes",
     "ring_hops",
     "row_segments",
+    "segment_starts",
+    "segment_table",
     "walk_order",
     "walk_steps",
 ]

@@ -1,22 +1,14 @@
 """Bytes that a rank hands to each collective and keeps between its two directions."""
 
-import numpy as np
-
 from deltaspan.layout import Partition, halo_plan
+from deltaspan.plan.segments import segment_table
+from deltaspan.plan.tables import crossings
 
 
 def head_ranges(hv: int, world_size: int) -> list[range]:
     """The value heads whose states each rank composes: ceil(HV / W) a rank, in order; late ranks may own none."""
     each = -(-hv // world_size)
     return [range(min(hv, rank * each), min(hv, (rank + 1) * each)) for rank in range(world_size)]
-
-
-def crossings(part: Partition) -> tuple[np.ndarray, np.ndarray]:
-    """Fragments that state leaves and that it enters, counted by rank: two int64 arrays [W]."""
-    return tuple(
-        np.add.reduceat(np.append(column, 0), part.rank_rows[:-1]) * (np.diff(part.rank_rows) > 0)
-        for column in (part.crossing_out.astype(np.int64), part.crossing_in.astype(np.int64))
-    )
 
 
 def collective_bytes(
@@ -68,8 +60,11 @@ def collective_bytes(
     }
 
 
-def retained_bytes(part: Partition, rank: int, *, HV: int, K: int, V: int, state_size: int, exchange: str) -> int:
-    """Bytes that one rank keeps from forward to backward beyond the operands: entry states, and maps or summaries."""
+def retained_bytes(
+    part: Partition, rank: int, *, HV: int, K: int, V: int, state_size: int, exchange: str, segments: int
+) -> int:
+    """Bytes that one rank keeps from forward to backward beyond the operands: states at the start of segments that
+    state enters, maps of those that pass it on, and what the exchange's way back needs."""
     n_out, n_in = crossings(part)
     own = len(head_ranges(HV, part.world_size)[rank])
     maps = {
@@ -77,4 +72,5 @@ def retained_bytes(part: Partition, rank: int, *, HV: int, K: int, V: int, state
         "ring": n_out[rank] * HV * K * K,
         "all_gather": n_out.sum() * HV * (K * V + K * K),
     }[exchange]
-    return state_size * int(n_in[rank] * HV * K * V + maps)
+    table = segment_table(part, rank, segments)
+    return state_size * int(HV * K * (len(table.entered) * V + len(table.bridges) * K) + maps)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from deltaspan.layout import Partition
-from deltaspan.plan.sizes import crossings
 
 CHUNK = 64
 
@@ -60,6 +59,14 @@ def chunk_grid(part: Partition, rank: int) -> ChunkGrid:
     )
 
 
+def crossings(part: Partition) -> tuple[np.ndarray, np.ndarray]:
+    """Fragments that state leaves and that it enters, counted by rank: two int64 arrays [W]."""
+    return tuple(
+        np.add.reduceat(np.append(column, 0), part.rank_rows[:-1]) * (np.diff(part.rank_rows) > 0)
+        for column in (part.crossing_out.astype(np.int64), part.crossing_in.astype(np.int64))
+    )
+
+
 def walk_order(first: np.ndarray, count: np.ndarray) -> WalkOrder:
     """The order in which runs of chunks, given by first chunk and count, are walked side by side."""
     order = np.argsort(-count, kind="stable")
@@ -84,17 +91,19 @@ def chain_links(part: Partition) -> Links:
     successor = table.next[rows]
     out, entered = out_number[rows], in_number[successor]
 
-    def by_step(step: np.ndarray, *columns: np.ndarray) -> tuple:
-        if not len(step):
-            return ()
-        order = np.lexsort((chain, -total, step))
-        cuts = np.cumsum(np.bincount(step))[:-1]
-        return tuple(zip(*(np.split(column[order], cuts) for column in columns), strict=True))
-
     return Links(
-        forward=by_step(position, out, entered),
-        backward=by_step(total - 1 - position, out, entered, out_number[successor]),
+        forward=by_step(chain, position, total, out, entered),
+        backward=by_step(chain, total - 1 - position, total, out, entered, out_number[successor]),
     )
+
+
+def by_step(chain: np.ndarray, step: np.ndarray, total: np.ndarray, *columns: np.ndarray) -> tuple:
+    """The columns of links, step by step, within a step by falling `total` links of the chain."""
+    if not len(step):
+        return ()
+    order = np.lexsort((chain, -total, step))
+    cuts = np.cumsum(np.bincount(step))[:-1]
+    return tuple(zip(*(np.split(column[order], cuts) for column in columns), strict=True))
 
 
 class RingHop(NamedTuple):

@@ -76,6 +76,12 @@ CONVOLUTIONS = {
     "2 taps, linear": Convolution(2, (3,), bias=True, activation=None),
     "7 taps, two tensors": Convolution(7, (3, 4), bias=True, activation="silu"),
 }
+SEGMENTS = {  # the planner's rule, and the multiprocessors that it plans for
+    "segments as planned": ("row_cost_lpt", 132),
+    "whole fragments": ("one", 132),
+    "some segments": ("occ", 6),
+    "a segment a chunk": ("occ", 10_000),
+}
 STATES = {"no states": False, "initial and final states": True}
 WAYS = ("autograd", "explicit", "replay")  # to the op's gradients; replay: without what the forward kept
 
@@ -130,6 +136,7 @@ FACTORS = {
     "beta": tuple(BETAS),
     "conv": tuple(CONVOLUTIONS),
     "states": tuple(STATES),
+    "segments": tuple(SEGMENTS),
     "exchange": tuple(EXCHANGES),
     "way": WAYS,
 }
@@ -149,6 +156,7 @@ class Case:
     beta: str
     conv: str
     states: str
+    segments: str
     exchange: str
     way: str
     seed: int

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import deltaspan as ds
-from deltaspan.plan.tables import ChunkGrid, Links
+from deltaspan.plan import CHUNK, ChunkGrid, Links
 
 ILL_RANK = 1
 """The rank of those faults that one rank has by itself."""
@@ -105,7 +105,7 @@ def late_cut(chunk_grid: Callable) -> Callable:
         own = part.rows(rank)
         length, start = part.table.length[own].copy(), part.table.local_start[own].copy()
         for slot in range(1, len(length)):
-            if length[slot - 1] and length[slot] > 1:
+            if length[slot - 1] % CHUNK and length[slot] % CHUNK > 1:  # so that both keep their chunks
                 length[slot - 1 : slot + 1] += 1, -1
                 start[slot] += 1
         return chunk_grid(_Cut(_Columns(length, start)), rank)
@@ -196,6 +196,39 @@ def masked_by_zero(to_tokens: Callable) -> Callable:
     return wrong
 
 
-def unheard_final_gradients(end_adjoints: Callable) -> Callable:
-    """For `end_adjoints`: one rank takes the gradients of final states for zero."""
-    return lambda view, x, dfinal: end_adjoints(view, x, None if view.rank == ILL_RANK else dfinal)
+def unheard_final_gradients(backward_program: Callable) -> Callable:
+    """For `backward_program`: one rank takes the gradients of final states for zero."""
+
+    def wrong(ctx: ds.Context, view: Any, *args: Any) -> Any:
+        *args, dfinal, saved = args
+        return backward_program(ctx, view, *args, None if view.rank == ILL_RANK else dfinal, saved)
+
+    return wrong
+
+
+def nothing_through(spread: Callable) -> Callable:
+    """For `spread`: what the exchange brings to a fragment stays in the segment that it reaches."""
+    return lambda merge, *args: spread(lambda M, X, b: b, *args)
+
+
+def unfolded_maps(fold: Callable) -> Callable:
+    """For `fold`: the map of a whole fragment is that of its last segment."""
+
+    def wrong(merge: Callable, way: Any, maps: Tensor, offsets: Tensor) -> Any:
+        folded = fold(merge, way, maps, offsets)
+        return folded._replace(last_maps=maps[way.last_map]) if way.steps else folded
+
+    return wrong
+
+
+def steps_from_the_end(passages: Callable) -> Callable:
+    """For `passages`: the first and the last of equally many joints change places in the forward."""
+
+    def wrong(*args: Any) -> tuple:
+        forward, backward = passages(*args)
+        steps = list(forward.steps)
+        if len(steps) > 1 and len(steps[0][0]) == len(steps[-1][0]):
+            steps[0], steps[-1] = (*steps[-1][:2], steps[0][2]), (*steps[0][:2], steps[-1][2])
+        return forward._replace(steps=tuple(steps)), backward
+
+    return wrong

@@ -128,7 +128,23 @@ MUTANTS = (
     ),
     Mutant(
         "ignore a final state's gradient", "One rank starts its adjoints from zero at documents' ends.",
-        (GRADIENTS,), "deltaspan.op.backward:end_adjoints", faults.unheard_final_gradients,
+        (GRADIENTS,), "deltaspan.op.function:backward_program", faults.unheard_final_gradients,
+    ),
+    Mutant(
+        "states stop at the first segment", "What enters a fragment does not reach its later segments.",
+        (FORWARD, GRADIENTS), "deltaspan.op.forward:spread", faults.nothing_through,
+    ),
+    Mutant(
+        "adjoints stop at the last segment", "What adjoints bring to a fragment's end does not reach earlier segments.",
+        (GRADIENTS,), "deltaspan.op.backward:spread", faults.nothing_through,
+    ),
+    Mutant(
+        "a fragment's map is its last segment's", "States pass a cut fragment as if it began with its last segment.",
+        (FORWARD, GRADIENTS), "deltaspan.op.forward:fold", faults.unfolded_maps,
+    ),
+    Mutant(
+        "segments of a fragment in the wrong order", "A fragment's offsets are composed from its end to its begin.",
+        (FORWARD, GRADIENTS), "deltaspan.op.segments:passages", faults.steps_from_the_end,
     ),
 )  # fmt: skip
 
@@ -142,14 +158,13 @@ def mutant_cases(seed: int) -> list[Case]:
         "way": "autograd",
     }  # fmt: skip
     varied = [
-        ("uneven documents", "zigzag", "bfloat16"),
-        ("off the chunk grid", "contiguous", "bfloat16"),
-        ("off the chunk grid", "zigzag", "float32"),
+        ("uneven documents", "zigzag", "bfloat16", "segments as planned"),
+        ("off the chunk grid", "contiguous", "bfloat16", "whole fragments"),
+        ("off the chunk grid", "zigzag", "float32", "some segments"),
+        ("one long document", "contiguous", "bfloat16", "a segment a chunk"),
     ]
-    return [
-        Case(pack=pack, layout=layout, dtype=dtype, **common, seed=rng.getrandbits(32))
-        for pack, layout, dtype in varied
-    ]
+    names = ("pack", "layout", "dtype", "segments")
+    return [Case(**dict(zip(names, row, strict=True)), **common, seed=rng.getrandbits(32)) for row in varied]
 
 
 def run_mutants(

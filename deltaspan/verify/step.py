@@ -10,7 +10,7 @@ from torch import Tensor
 
 import deltaspan as ds
 from deltaspan.reference import causal_conv1d, recurrent_gated_delta_rule
-from deltaspan.verify.cases import CONVOLUTIONS, KEYS, STATES, TAIL, Case, Inputs, draw
+from deltaspan.verify.cases import CONVOLUTIONS, KEYS, SEGMENTS, STATES, TAIL, Case, Inputs, draw
 
 Results = dict[str, Tensor]
 
@@ -30,7 +30,7 @@ def on_context(case: Case, inputs: Inputs, ctx: ds.Context) -> list[Results]:
 
 def of_process(case: Case, group: dist.ProcessGroup) -> Results:
     """The step of one rank of a real group."""
-    ctx = ds.build_context(case.partition(), group, device="cpu", conv_kernel_size=CONVOLUTIONS[case.conv].width)
+    ctx = _build(case, case.partition(), group, "cpu")
     (results,) = on_context(case, draw(case), ctx)
     return results
 
@@ -39,7 +39,13 @@ def context(case: Case, device: str, world_size: int | None = None) -> ds.Contex
     """Without processes: one rank has no group, several are simulated."""
     part = case.partition(world_size)
     group = ds.SimulatedGroup(part.world_size) if part.world_size > 1 else None
-    return ds.build_context(part, group, device=device, conv_kernel_size=CONVOLUTIONS[case.conv].width)
+    return _build(case, part, group, device)
+
+
+def _build(case: Case, part: ds.Partition, group: Any, device: str) -> ds.Context:
+    rule, sm_count = SEGMENTS[case.segments]
+    taps = CONVOLUTIONS[case.conv].width
+    return ds.build_context(part, group, device=device, conv_kernel_size=taps, p_rule=rule, sm_count=sm_count)
 
 
 def operation(case: Case, inputs: Inputs, ctx: ds.Context) -> list[Results]:

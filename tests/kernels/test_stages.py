@@ -6,6 +6,7 @@ from torch import Tensor
 
 import deltaspan as ds
 from deltaspan.kernels import select
+from deltaspan.op.segments import cut
 from deltaspan.plan import CHUNK
 from deltaspan.reference import recurrent_gated_delta_rule
 
@@ -41,6 +42,7 @@ class Problem:
         self.beta = torch.rand(T, self.HV, generator=rng, dtype=torch.float64)
         vars(self).update(changes)
         self.view = ds.build_context(ds.partition(self.cu, 1), device="cpu")._views[0]
+        self.cut = cut(self.view, 1)
         self.states = draw(len(LENGTHS) - 1, self.HV, self.K, self.V)  # the empty document has no fragment
         self.unit_keys = True
 
@@ -71,7 +73,7 @@ def problem(request, rng) -> Problem:
 
 def test_walk_gives_outputs_and_exit_states_of_the_recurrence(problem):
     entry = problem.states.clone()
-    o, exit, _ = problem.tier.walk(problem.tape(), problem.view.every, entry, output=True)
+    o, exit, _ = problem.tier.walk(problem.tape(), problem.cut.every, entry, output=True)
     expected, last, _ = problem.oracle(problem.states)
     close(o, expected)
     close(exit, last)
@@ -79,8 +81,8 @@ def test_walk_gives_outputs_and_exit_states_of_the_recurrence(problem):
 
 
 def test_walk_without_output_walks_the_same_states(problem):
-    o, exit, states = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=False)
-    _, exit_too, states_too = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+    o, exit, states = problem.tier.walk(problem.tape(), problem.cut.every, problem.states, output=False)
+    _, exit_too, states_too = problem.tier.walk(problem.tape(), problem.cut.every, problem.states, output=True)
     assert o is None
     assert torch.equal(exit, exit_too)
     assert all(map(torch.equal, states, states_too))
@@ -88,22 +90,22 @@ def test_walk_without_output_walks_the_same_states(problem):
 
 def test_summary_is_the_affine_map_of_a_walk(problem):
     """exit(entry + added) = M added + b, for every fragment at once and for some of them in another order."""
-    view, tape = problem.view, problem.tape()
+    tape = problem.tape()
     added = torch.randn_like(problem.states)
-    M, b = problem.tier.summary(tape, view.every, problem.states)
-    _, exit, _ = problem.tier.walk(tape, view.every, problem.states + added, output=True)
+    M, b = problem.tier.summary(tape, problem.cut.every, problem.states)
+    _, exit, _ = problem.tier.walk(tape, problem.cut.every, problem.states + added, output=True)
     close(M @ added + b, exit)
     close(problem.tier.merge(M, added, b), exit)
 
 
 def test_adjoint_summary_is_the_adjoint_of_the_summary(problem):
     """d(leaving + added) = M^T added + d(leaving), with the forward's M."""
-    view, tape = problem.view, problem.tape()
+    tape = problem.tape()
     leaving, added = torch.randn_like(problem.states), torch.randn_like(problem.states)
-    M, _ = problem.tier.summary(tape, view.every, problem.states)
+    M, _ = problem.tier.summary(tape, problem.cut.every, problem.states)
     adjoint = problem.tier.adjoint_prep(tape, problem.do)
-    d = problem.tier.adjoint_summary(adjoint, view.every, leaving)
-    entering, _ = problem.tier.adjoint_walk(adjoint, view.every, leaving + added)
+    d = problem.tier.adjoint_summary(adjoint, problem.cut.every, leaving)
+    entering, _ = problem.tier.adjoint_walk(adjoint, problem.cut.every, leaving + added)
     close(problem.tier.merge(M.mT, added, d), entering)
 
 
@@ -119,9 +121,9 @@ def test_backward_stages_give_the_gradients_of_the_recurrence(problem, unit_keys
 
 def run_backward(problem: Problem, final: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     tape = problem.tape()
-    _, _, states = problem.tier.walk(tape, problem.view.every, problem.states, output=False)
+    _, _, states = problem.tier.walk(tape, problem.cut.every, problem.states, output=False)
     adjoint = problem.tier.adjoint_prep(tape, problem.do)
-    entering, costates = problem.tier.adjoint_walk(adjoint, problem.view.every, final)
+    entering, costates = problem.tier.adjoint_walk(adjoint, problem.cut.every, final)
     return entering, problem.tier.gradients(adjoint, states, costates)
 
 
@@ -167,7 +169,7 @@ def test_hard_inputs(rng, tier, change):
     problem = Problem(rng, tier)
     problem = Problem(rng, tier, **change(problem))
     final = torch.randn_like(problem.states)
-    o, _, _ = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+    o, _, _ = problem.tier.walk(problem.tape(), problem.cut.every, problem.states, output=True)
     entering, found = run_backward(problem, final)
     expected, _, grads = problem.oracle(problem.states, final=final)
     # Nearly equal keys at beta near 1 make I + tril(beta K K^T) of condition 64^2: it takes four digits more.
@@ -183,13 +185,13 @@ def test_the_form_for_long_keys(rng, tier):
     problem.k[66] *= 2
     problem.beta = problem.beta * 0.4
     problem.unit_keys = False
-    o, exit, _ = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+    o, exit, _ = problem.tier.walk(problem.tape(), problem.cut.every, problem.states, output=True)
     expected, last, _ = problem.oracle(problem.states)
     close(o, expected)
     close(exit, last)
 
     problem.unit_keys = True
-    o, exit, _ = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+    o, exit, _ = problem.tier.walk(problem.tape(), problem.cut.every, problem.states, output=True)
     close(o[:66], expected[:66])
     assert o[66:70, 0].isnan().all() and exit[0].isnan().all()
     dq, dk, dv, _, _ = run_backward(problem, torch.randn_like(problem.states))[1]
@@ -204,7 +206,7 @@ def test_rounded_unit_keys_pass(rng, tier):
     problem = Problem(rng, tier)
     for dtype in (torch.bfloat16, torch.float16):
         problem.k = torch.nn.functional.normalize(torch.randn_like(problem.k), dim=-1).to(dtype).double()
-        o, _, _ = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+        o, _, _ = problem.tier.walk(problem.tape(), problem.cut.every, problem.states, output=True)
         assert o.isfinite().all()
 
 
@@ -217,7 +219,7 @@ def test_nothing_reads_another_documents_rows(rng, tier):
         poisoned = getattr(problem, name).clone()
         poisoned[start:stop] = torch.nan
         setattr(problem, name, poisoned)
-    o, exit, _ = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+    o, exit, _ = problem.tier.walk(problem.tape(), problem.cut.every, problem.states, output=True)
     entering, grads = run_backward(problem, torch.randn_like(problem.states))
     for x in (o, *grads):
         assert x[:start].isfinite().all() and x[stop:].isfinite().all() and x[start:stop].isnan().any()
@@ -229,12 +231,12 @@ def test_nothing_reads_another_documents_rows(rng, tier):
 def test_fragments_do_not_depend_on_their_neighbours(rng, tier):
     """A document gives the same bits alone and beside others: chunks are padded, batches are independent."""
     problem = Problem(rng, tier)
-    o, exit, _ = problem.tier.walk(problem.tape(), problem.view.every, problem.states, output=True)
+    o, exit, _ = problem.tier.walk(problem.tape(), problem.cut.every, problem.states, output=True)
     start, stop = problem.cu[4], problem.cu[5]
     view = ds.build_context(ds.partition([0, stop - start], 1), device="cpu")._views[0]
     alone = [x[start:stop] for x in (problem.q, problem.k, problem.v, problem.g, problem.beta)]
     tape = problem.tier.prep(*alone, view.grid, scale=0.3, unit_keys=True)
-    o_alone, exit_alone, _ = problem.tier.walk(tape, view.every, problem.states[3:4], output=True)
+    o_alone, exit_alone, _ = problem.tier.walk(tape, cut(view, 1).every, problem.states[3:4], output=True)
     assert torch.equal(o_alone, o[start:stop])
     assert torch.equal(exit_alone[0], exit[3])
 

@@ -108,7 +108,6 @@ OPTIONS = {
         "save_mode": ("full", None),
         "boundary_mode": ("replay",),
         "save_transfer": (False, 1),
-        "segments": (2, 0, True, 1.0),
         "reuse_recompute_tapes": (True, "never"),
         "recompute_output": ("never",),
         "recompute_handle": ({},),
@@ -132,7 +131,12 @@ OPTIONS = {
     "unknown": Bad(T, "gate", lambda r: r.rule(gate=1)),
     "unknown of forward": Bad(T, "unknown option 'gate'", lambda r: r.rule(ds.forward, gate=1)),
     "unknown of backward": Bad(T, "unknown option 'gate'", lambda r: r.backward(gate=1)),
-    "option of forward": Bad(V, "segments=2 is not served", lambda r: r.rule(ds.forward, segments=2)),
+    "option of forward": Bad(V, "save_mode='full' is not served", lambda r: r.rule(ds.forward, save_mode="full")),
+    "no segment": Bad(V, "segments must be at least 1, got 0", lambda r: r.rule(segments=0)),
+    "segments as a flag": Bad(T, "segments must be an integer, got True", lambda r: r.rule(segments=True)),
+    "segments as a fraction": Bad(T, "segments must be an integer, got 1.0", lambda r: r.rule(segments=1.0)),
+    "segments beyond the chunks": Bad(V, r"segments must be at most 1 \(.*: 1\), got 2", lambda r: r.rule(segments=2)),
+    "segments of backward": Bad(V, "segments must be at most 1", lambda r: r.backward(segments=2)),
     "option of backward": Bad(V, "exchange must be one of .* got 0", lambda r: r.backward(exchange=0)),
 }
 

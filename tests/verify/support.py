@@ -17,6 +17,7 @@ SMALL = Case(
     beta="beta in [0, 1]",
     conv="4 taps",
     states="initial and final states",
+    segments="segments as planned",
     exchange="all_to_all",
     way="autograd",
     seed=0,

@@ -1,0 +1,65 @@
+"""One rank's segments on its device: what is walked side by side, and where state comes from and goes to."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from deltaspan.kernels.stages import Runs
+from deltaspan.op.view import RankView, upload
+from deltaspan.plan import Passage, passages, segment_table, walk_order
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The cut of one rank's fragments for one count of value heads. Index tensors are int64 on the device."""
+
+    count: int  # S
+    every: Runs  # all segments
+    left: Runs  # those that state leaves for another, [n_left]
+    entered: Runs  # those that it enters from another, [n_entered]
+    left_slots: Tensor  # [n_left], their places among all
+    entered_slots: Tensor  # [n_entered]
+    bridges: Tensor  # [B], segments of cut fragments that state enters and leaves, among the left ones
+    first_slots: Tensor  # segments that begin a document, and their documents
+    first_docs: Tensor
+    last_slots: Tensor  # segments that end a document, and their documents
+    last_docs: Tensor
+    forward: Passage[Tensor]
+    backward: Passage[Tensor]
+
+
+def cut(view: RankView, segments: int) -> Segments:
+    """The segments of a rank that cuts each of its fragments into so many, or as many as it has chunks."""
+    part, device = view.part, view.cu_seqlens.device
+    table = segment_table(part, view.rank, segments)
+    doc = part.table.doc[part.rows(view.rank)][table.fragment]
+    inside = np.arange(len(table.first))
+    first, last = np.setdiff1d(inside, table.entered), np.setdiff1d(inside, table.left)
+    ways = passages(part, view.rank, table)
+    walks = {"every": inside, "left": table.left, "entered": table.entered}
+    walks = {name: walk_order(table.first[which], table.count[which]) for name, which in walks.items()}
+    arrays = {
+        "left_slots": table.left,
+        "entered_slots": table.entered,
+        "bridges": np.searchsorted(table.left, table.bridges),
+        "first_slots": first,
+        "first_docs": doc[first],
+        "last_slots": last,
+        "last_docs": doc[last],
+    }
+    columns = [c for w in walks.values() for c in (w.order, np.argsort(w.order), w.first, w.first + w.count - 1)]
+    columns += [c for way in ways for c in (*(c for step in way.steps for c in step), *way[1:])]
+    tensors = iter(upload(device, [*arrays.values(), *columns]))
+    take = tensors.__next__
+    return Segments(
+        count=len(table.first),
+        **{name: take() for name in arrays},
+        **{name: Runs(take(), take(), take(), take(), w.active) for name, w in walks.items()},
+        **{name: _passage(way, take) for name, way in zip(("forward", "backward"), ways, strict=True)},
+    )
+
+
+def _passage(way: Passage[np.ndarray], take: Callable[[], Tensor]) -> Passage[Tensor]:
+    return Passage(tuple((take(), take(), take()) for _ in way.steps), *(take() for _ in way[1:]))
