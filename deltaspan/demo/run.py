@@ -19,6 +19,8 @@ from deltaspan.demo.oracle import loss_and_gradients
 from deltaspan.demo.processes import train_on_ranks
 from deltaspan.demo.settings import DemoSettings, Placement, place
 from deltaspan.demo.training import RankOutcome, initial_model
+from deltaspan.op.context import multiprocessors
+from deltaspan.plan import DEFAULT_RULE
 from deltaspan.plots.record import plural
 
 # FP32 rounds every product to 2**-24 = 6e-8, and a gradient sums thousands of them through two layers: 2e-6 is what one
@@ -44,17 +46,18 @@ class DemoRun:
 
     def partition_record(self) -> dict[str, Any]:
         """The first pack's partition, as `deltaspan plan --json` writes one."""
-        part = self.first
+        part, hv = self.first, self.settings.shape.value_heads
+        sms = multiprocessors(self.placement.device_of(0))
         return {
             "pack": "of step 1",
             "lengths": self.packs[0].lengths,
             "cp": part.world_size,
             "layout": part.layout,
-            "rule": "one",
-            "hv": self.settings.shape.value_heads,
-            "sms": 1,
+            "rule": DEFAULT_RULE,
+            "hv": hv,
+            "sms": sms,
             "fragments": [[list(fragment[:3]) for fragment in fragments] for fragments in part.fragments],
-            "segments": [1] * part.world_size,
+            "segments": ds.plan_segments(part, hv=hv, sm_count=sms),
         }
 
 

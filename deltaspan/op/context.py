@@ -238,10 +238,13 @@ def _check(
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    if sm_count is None:
-        on_gpu = device.type == "cuda"
-        sm_count = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else DEFAULT_SM_COUNT
-    return device, as_int("sm_count", sm_count, minimum=1)
+    return device, multiprocessors(device) if sm_count is None else as_int("sm_count", sm_count, minimum=1)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """What a context plans for unless it is told."""
+    on_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else DEFAULT_SM_COUNT
 
 
 def _agree(world_size: int, shared: dict[str, object], device: torch.device) -> Program[None]:

@@ -1,6 +1,7 @@
 """One rank's tables on its device, uploaded once, shared by every layer."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -41,16 +42,32 @@ class GroupView:
     forward: tuple
     backward: tuple
     tokens: tuple[int, ...]
-    order: Tensor  # [total] int64, the token in each place of all ranks' rows, rank after rank
-    place: Tensor  # [total] int64, its inverse
+    part: Partition
+    device: torch.device
+
+    @property
+    def order(self) -> Tensor:
+        """[total] int64: the token in each place of all ranks' rows, rank after rank."""
+        return self._whole[0]
+
+    @property
+    def place(self) -> Tensor:
+        """[total] int64: its inverse."""
+        return self._whole[1]
+
+    @cached_property
+    def _whole(self) -> list[Tensor]:
+        """As long as the pack, and only `unshard` asks for it: made when it does."""
+        order = np.concatenate([self.part.token_ids(rank) for rank in range(self.part.world_size)])
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        return upload(self.device, [order, place])
 
 
 def group_view(part: Partition, device: torch.device) -> GroupView:
     links = chain_links(part)
-    order = np.concatenate([part.token_ids(rank) for rank in range(part.world_size)])
     columns = [column for step in (*links.forward, *links.backward) for column in step]
-    order, place, *columns = upload(device, [order, np.argsort(order), *columns])
-    next_column = iter(columns).__next__
+    next_column = iter(upload(device, columns)).__next__
     n_out, n_in = crossings(part)
     return GroupView(
         n_out=tuple(n_out.tolist()),
@@ -58,8 +75,8 @@ def group_view(part: Partition, device: torch.device) -> GroupView:
         forward=tuple((next_column(), next_column()) for _ in links.forward),
         backward=tuple((next_column(), next_column(), next_column()) for _ in links.backward),
         tokens=tuple(part.tokens(rank) for rank in range(part.world_size)),
-        order=order,
-        place=place,
+        part=part,
+        device=device,
     )
 
 
@@ -114,6 +131,8 @@ def _route(send_index: Tensor, send_counts: np.ndarray, recv_counts: np.ndarray,
 @torch.inference_mode(False)  # tables outlive whatever mode they are made in
 def upload(device: torch.device, arrays: list[np.ndarray]) -> list[Tensor]:
     """Integer arrays as int64 tensors on the device, all in one copy that the host does not wait for."""
+    if not arrays:
+        return []
     whole = torch.from_numpy(np.concatenate([np.ravel(a).astype(np.int64, copy=False) for a in arrays]))
     if device.type == "cuda":
         whole = whole.pin_memory().to(device, non_blocking=True)

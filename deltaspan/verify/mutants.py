@@ -1,7 +1,7 @@
 """Faults that the checks are there to catch, planted one by one: a fault that no check notices is a hole in the suite.
 
 A fault replaces one function of the package in this process, while it is planted; the ranks are simulated. The cases
-are few and small, two of three in bf16, where bounds are widest. What a check must notice are wrong numbers: a fault
+are few and small, all but one in bf16, where bounds are widest. What a check must notice are wrong numbers: a fault
 by which a case raises counts as not caught.
 """
 
