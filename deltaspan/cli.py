@@ -12,19 +12,25 @@ from importlib import import_module
 from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-if TYPE_CHECKING:
-    from deltaspan.layout import Partition
-
 FAILED, BAD_USAGE = 1, 2
-HEAD_DIM = 128  # of the public models, for the bytes that `plan` shows
-FP32_BYTES = 4
 LAYOUTS = "contiguous, zigzag or zigzag_per_document."
+# As the planner has them, which only a plan loads: help answers at once.
+DEFAULT_RULE = "row_cost_lpt"
+RULES = "one, chain_min, occ, wave, wave_fill1, wave_fill, row_cost, row_cost_lpt, small_one, fill_down or fill_small"
+PLAN_OPTIONS = {  # by the argument that a message names
+    "world_size": "--cp",
+    "layout": "--layout",
+    "hv": "--hv",
+    "sm_count": "--sms",
+    "rule": "--rule",
+    "cu_seqlens": "--lengths",
+}
 
 app = typer.Typer(
     help="Exact context-parallel training of Gated DeltaNet layers.",
@@ -83,18 +89,20 @@ def plan(
     pack: Annotated[str | None, typer.Option(help="A pack by name: P1 to P5, A1 to A4, C3, C6, C8.")] = None,
     lengths: Annotated[str | None, typer.Option(help="Or document lengths, such as 128102,131072.")] = None,
     sms: Annotated[int, typer.Option(help="Multiprocessors of a rank's device.")] = 132,
-    rule: Annotated[str, typer.Option(help="How fragments are cut into segments.")] = "one",
+    rule: Annotated[str, typer.Option(help=f"How fragments are cut into segments: {RULES}.")] = DEFAULT_RULE,
+    compare: Annotated[
+        str | None, typer.Option(help=f"Plan by a second rule too, and say which is shorter: {RULES}.")
+    ] = None,
     json_to: Annotated[str | None, typer.Option("--json", help="Write the plan to a file; - prints it alone.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the partition into a file.")] = None,
 ) -> None:
     """Show where the tokens of a pack would live, and what each rank would have to do."""
-    with _waiting("planning"), _usage_errors():
+    with _waiting("planning"), _usage_errors(PLAN_OPTIONS):
         from deltaspan.layout import partition
         from deltaspan.plan import plan_segments
 
         documents = _document_lengths(pack, lengths)
         part = partition([0, *accumulate(documents)], cp, layout=layout)
-        segments = plan_segments(part, hv=hv, sm_count=sms, rule=rule)
         record = {
             "pack": pack,
             "lengths": documents,
@@ -104,12 +112,18 @@ def plan(
             "hv": hv,
             "sms": sms,
             "fragments": [[list(fragment[:3]) for fragment in fragments] for fragments in part.fragments],
-            "segments": segments,
+            "segments": plan_segments(part, hv=hv, sm_count=sms, rule=rule),
         }
+    if compare is not None:
+        with _usage_errors({"rule": "--compare"}):
+            segments = plan_segments(part, hv=hv, sm_count=sms, rule=compare)
+        record["compare"] = {"rule": compare, "segments": segments}
     _give_json(record, json_to)
     if json_to != "-":
         with _waiting("counting"):
-            view = _plan_view(record, part)
+            from deltaspan.plots.plan_table import plan_view
+
+            view = plan_view(record, part, out.width)
         out.print(*view, sep="\n", highlight=False)
     if png is not None:
         with _waiting("drawing"), _usage_errors():
@@ -142,39 +156,14 @@ def _document_lengths(pack: str | None, lengths: str | None) -> list[int]:
     if (pack is None) == (lengths is None):
         raise ValueError("one of --pack and --lengths is needed, and not both")
     if lengths is not None:
-        try:
-            return [int(length) for length in lengths.split(",")]
-        except ValueError:
-            raise ValueError(f"--lengths must be whole numbers with commas between, got {lengths!r}") from None
+        given = lengths.split(",")
+        if not all(length.strip().isdecimal() for length in given):
+            raise ValueError(f"--lengths must be whole numbers from 0 on with commas between, got {lengths!r}")
+        return [int(length) for length in given]
     packs = json.loads(files("deltaspan").joinpath("data/packs.json").read_text(encoding="utf-8"))["packs"]
     if pack not in packs:
         raise ValueError(f"--pack must be one of {', '.join(packs)}, got {pack!r}")
     return packs[pack]
-
-
-def _plan_view(record: Mapping[str, Any], part: Partition) -> list[RenderableType]:
-    from deltaspan.plan import collective_bytes
-    from deltaspan.plots.plan_table import plan_table, rank_loads, shown_ranks, slowest_rank
-    from deltaspan.plots.text import partition_picture
-
-    loads = rank_loads(record)
-    shown = shown_ranks(record["cp"], slowest_rank(loads))
-    traffic = {}
-    for rank in shown:
-        sides = collective_bytes(
-            part,
-            rank,
-            HV=record["hv"],
-            K=HEAD_DIM,
-            V=HEAD_DIM,
-            state_size=FP32_BYTES,
-            channels=0,
-            width=1,
-            row_size=0,
-            exchange="all_to_all",
-        ).values()
-        traffic[rank] = tuple(map(sum, zip(*sides, strict=True)))
-    return [*partition_picture(record, shown), plan_table(loads, traffic, record["sms"])]
 
 
 def _draw(module: str, function: str, record: Mapping[str, Any], path: Path) -> Path:
@@ -195,12 +184,14 @@ def _write_json(content: Mapping[str, Any], path: Path) -> Path:
 
 
 @contextmanager
-def _usage_errors() -> Iterator[None]:
-    """What the user asked for and cannot have: one line, exit 2."""
+def _usage_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
+    """What the user asked for and cannot have: one line, exit 2; it opens with the option for a named argument."""
     try:
         yield
     except (ValueError, OSError) as error:
-        err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        subject, *rest = str(error).split(" ")
+        message = " ".join([(options or {}).get(subject, subject), *rest])
+        err.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     except ModuleNotFoundError as missing:
         if missing.name != "matplotlib":
             raise

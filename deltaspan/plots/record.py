@@ -1,10 +1,16 @@
-"""A partition record (the JSON of `deltaspan plan`) as pieces with positions, and the links between them."""
+"""A partition record (the JSON of `deltaspan plan`) as pieces with positions, their segments, and the links between."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
+
+import numpy as np
+
+from deltaspan.plan import CHUNK, segment_starts
+
+NAMED_RANKS = 8
 
 
 class Piece(NamedTuple):
@@ -60,12 +66,26 @@ def links_of(pieces: list[Piece]) -> list[Link]:
     return [Link(a, b) for a, b in pairwise(pieces) if a.doc == b.doc]
 
 
+def segment_cuts(piece: Piece, segments: int) -> list[int]:
+    """Where in the shard a segment of the piece ends and the next begins, in tokens, if it is cut into `segments`."""
+    starts = segment_starts(np.array([-(-piece.length // CHUNK)]), segments)
+    return [piece.start + CHUNK * chunk for chunk in np.unique(starts)[1:-1].tolist()]
+
+
 def caption(record: Mapping[str, Any]) -> str:
     """One line that says what the record is about."""
     lengths = record["lengths"]
     name = f"pack {record['pack']}: " if record.get("pack") else ""
     documents, ranks = plural(len(lengths), "document"), plural(record["cp"], "rank")
     return f"{name}{documents}, {sum(lengths):,} tokens, on {ranks}, layout {record['layout']}"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """rank 1; ranks 0, 1 and 2; ranks 0, 1, 2 and 61 more."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    named, others = (ranks[:3], f"{len(ranks) - 3:,} more") if len(ranks) > NAMED_RANKS else (ranks[:-1], ranks[-1])
+    return f"ranks {', '.join(map(str, named))} and {others}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -9,46 +9,63 @@ from typing import Any
 from rich.style import Style
 from rich.text import Text
 
-from deltaspan.plots.record import Piece, caption, pieces_of
+from deltaspan.plots.record import Piece, caption, links_of, pieces_of, segment_cuts
 
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyz"
 COLOURS = ("blue", "dark_orange", "green", "red", "medium_purple", "orange4", "hot_pink", "grey50", "yellow4", "cyan")
 BLOCKS = "▁▂▃▄▅▆▇█"
+CELLS_PER_SEGMENT = 3  # fewer, and the marks between segments would hide the document
 
 
-def partition_picture(record: Mapping[str, Any], ranks: Sequence[int] | None = None, width: int = 72) -> list[Text]:
+def partition_picture(record: Mapping[str, Any], ranks: Sequence[int] | None = None, columns: int = 80) -> list[Text]:
     """A partition record as lines: a row per rank, a cell per so many tokens, filled with the document's symbol.
 
-    A piece that its document's state enters opens with `<`, one that it leaves ends with `>`; a piece of a single cell
-    shows its symbol alone, and pieces too short for a cell of their own are left out and counted.
+    A piece that its document's state enters from another rank opens with `<`, one that it leaves for another rank ends
+    with `>`; `=` is the seam to a neighbour on the same rank. `|` stands between segments, and P at the row's end says
+    into how many each piece of the row is cut. A piece of one or two cells shows its symbol alone, and pieces too short
+    for a cell of their own are left out and counted.
 
     Args:
         record: what `deltaspan plan --json` writes.
         ranks: which to draw, rising; None for all.
-        width: cells of the longest row.
+        columns: of the longest row, its label and P included; the notes below the rows may be longer.
     """
-    by_rank: list[list[Piece]] = [[] for _ in range(record["cp"])]
-    for piece in pieces_of(record):
-        by_rank[piece.rank].append(piece)
-    scale = max((piece.stop for row in by_rank for piece in row), default=1) / width
-    lines, omitted, before = [Text(caption(record), style="bold")], 0, -1
-    for rank in range(record["cp"]) if ranks is None else ranks:
+    shown = list(range(record["cp"]) if ranks is None else ranks)
+    pieces = pieces_of(record)
+    by_rank: dict[int, list[Piece]] = {rank: [] for rank in shown}
+    for piece in pieces:
+        if piece.rank in by_rank:
+            by_rank[piece.rank].append(piece)
+    links = links_of(pieces)
+    opening = {link.target: "<" if link.crosses else "=" for link in links if link.target.rank in by_rank}
+    closing = {link.source: ">" if link.crosses else "=" for link in links if link.source.rank in by_rank}
+    labels = [f"rank {rank:>{len(str(record['cp'] - 1))}} " for rank in range(record["cp"])]
+    is_cut = max(record["segments"], default=1) > 1
+    ends = [f" P {segments}" if is_cut else "" for segments in record["segments"]]
+    width = max(1, columns - len(labels[-1]) - max(map(len, ends)))
+    scale = max((piece.stop for piece in pieces), default=1) / width
+    lines, omitted, unmarked, before = [Text(caption(record), style="bold")], 0, False, -1
+    for rank in shown:
         if rank != before + 1:
             lines.append(Text("..."))
         before = rank
-        line = Text(f"rank {rank:>{len(str(record['cp'] - 1))}} ")
+        line = Text(labels[rank])
         for piece in sorted(by_rank[rank], key=lambda piece: piece.start):
-            cells = round(piece.stop / scale) - round(piece.start / scale)
-            omitted += cells == 0
-            line.append(_cells(piece, cells), Style(color=COLOURS[piece.doc % len(COLOURS)]))
+            first, stop = round(piece.start / scale), round(piece.stop / scale)
+            cuts = segment_cuts(piece, record["segments"][rank])
+            room = stop - first >= CELLS_PER_SEGMENT * (len(cuts) + 1)
+            marks = [round(cut / scale) - first for cut in cuts] if room else []
+            omitted, unmarked = omitted + (stop == first), unmarked or (bool(cuts) and not room)
+            seams = opening.get(piece, ""), closing.get(piece, "")
+            cells = _cells(SYMBOLS[piece.doc % len(SYMBOLS)] * (stop - first), marks, *seams)
+            line.append(cells, Style(color=COLOURS[piece.doc % len(COLOURS)]))
+        if not by_rank[rank]:
+            line.append("(no tokens)", "dim")
+        if is_cut:
+            line.pad_right(len(labels[rank]) + width - len(line))
+            line.append(ends[rank], "bold")
         lines.append(line)
-    note = f"a cell is about {scale:,.0f} tokens; `<` state comes in from the document's previous piece, `>` goes on"
-    if len(record["lengths"]) > len(SYMBOLS):
-        note += "; symbols repeat"
-    if omitted:
-        note += f"; {omitted:,} short piece" + (" is" if omitted == 1 else "s are") + " too short to show"
-    lines.append(Text(note, style="dim"))
-    return lines
+    return lines + [Text(note, style="dim") for note in _notes(record, scale, omitted, is_cut, unmarked)]
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -59,10 +76,25 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(BLOCKS[round((value - low) / span * top)] if isfinite(value) else "?" for value in values)
 
 
-def _cells(piece: Piece, cells: int) -> str:
-    filled = SYMBOLS[piece.doc % len(SYMBOLS)] * cells
-    if cells >= 3 and piece.number > 1:
-        filled = "<" + filled[1:]
-    if cells >= 3 and piece.number < piece.of:
-        filled = filled[:-1] + ">"
-    return filled
+def _cells(filled: str, marks: Sequence[int], opening: str, closing: str) -> str:
+    cells = list(filled)
+    for mark in marks:
+        cells[mark] = "|"
+    if len(cells) >= 3:
+        cells[: len(opening)] = opening
+        cells[len(cells) - len(closing) :] = closing
+    return "".join(cells)
+
+
+def _notes(record: Mapping[str, Any], scale: float, omitted: int, is_cut: bool, unmarked: bool) -> list[str]:
+    cell = f"a cell about {scale:.0f} tokens" if scale > 1 else f"a token about {1 / scale:.0f} cells"
+    legend = f"A symbol is a document, {cell}."
+    if len(record["lengths"]) > len(SYMBOLS):
+        legend += " Symbols repeat."
+    if omitted:
+        legend += f" {omitted:,} short piece" + (" is" if omitted == 1 else "s are") + " too short to show."
+    notes = [legend, "State: < from another rank, > to another rank, = to this rank's next piece."]
+    if is_cut:
+        left_out = ", where there is room" if unmarked else ""
+        notes.append(f"P: segments of each piece, at most one a chunk; | parts them{left_out}.")
+    return notes

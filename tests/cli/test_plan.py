@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from deltaspan import cli
 from deltaspan.cli import app
+from deltaspan.plan import DEFAULT_RULE, RULES
 
 ROOT = Path(__file__).parents[2]
 P3 = ["plan", "--pack", "P3", "--cp", "4", "--layout", "zigzag", "--hv", "48"]
@@ -29,7 +31,7 @@ def test_json_alone_on_stdout() -> None:
         "lengths": [128102, 131072],
         "cp": 4,
         "layout": "zigzag",
-        "rule": "one",
+        "rule": "row_cost_lpt",
         "hv": 48,
         "sms": 132,
         "fragments": [
@@ -38,7 +40,7 @@ def test_json_alone_on_stdout() -> None:
             [[0, 64794, 32397], [1, 33883, 32397]],
             [[0, 97191, 30911], [1, 0, 1486], [1, 1486, 32397]],
         ],
-        "segments": [1, 1, 1, 1],
+        "segments": [4, 4, 4, 4],
     }
 
 
@@ -53,10 +55,40 @@ def test_json_into_a_file_beside_the_table(tmp_path: Path) -> None:
     assert "rank 1 <" in done.stdout and "received" in done.stdout
 
 
+def test_two_rules_are_compared(tmp_path: Path) -> None:
+    wish = ("plan", "--pack", "P3", "--cp", "4", "--layout", "contiguous", "--hv", "48", "--sms", "152")
+    made = json.loads(run(*wish, "--compare", "row_cost", "--json", "-").stdout)
+    assert made["rule"] == "row_cost_lpt" and made["segments"] == [6, 6, 6, 6]
+    assert made["compare"] == {"rule": "row_cost", "segments": [6, 11, 6, 6]}
+    assert list(json.loads(run(*wish, "--json", "-").stdout)) == [key for key in made if key != "compare"]
+    done = run(*wish, "--compare", "row_cost", "--png", str(tmp_path / "plan.png"))
+    assert done.exit_code == 0 and done.stdout.rstrip().endswith("row_cost_lpt is shorter.")
+    turned = run(*wish, "--rule", "row_cost", "--compare", "row_cost_lpt").stdout
+    assert "2,880 / 2,704 = 1.0651." in " ".join(turned.split()) and turned.rstrip().endswith(
+        "row_cost_lpt is shorter."
+    )
+
+
+def test_help_lists_the_planners_rules() -> None:
+    assert cli.RULES.replace(" or ", ", ").split(", ") == list(RULES) and cli.DEFAULT_RULE == DEFAULT_RULE
+    words = run("plan", "--help").stdout
+    assert all(words.count(rule) >= 2 for rule in RULES)  # for --rule and for --compare
+
+
+def test_a_thousand_ranks_are_shown_in_part() -> None:
+    done = run("plan", "--pack", "P1", "--cp", "1024", "--layout", "zigzag", "--hv", "48", "--compare", "occ")
+    assert done.exit_code == 0 and done.stdout.count("rank 1023") == 1
+    assert len(done.stdout.splitlines()) < 200 and "1,024 ranks" in done.stdout
+
+
 def test_the_table_marks_the_slowest_rank() -> None:
-    done = run("plan", "--lengths", "64,640", "--layout", "contiguous", "--cp", "2", "--hv", "1", "--sms", "1")
-    rows = [line.split() for line in done.stdout.splitlines() if "*" in line and not line.startswith(" in")]
-    assert done.exit_code == 0 and rows[0][:2] == ["0", "352"]
+    done = run("plan", "--lengths", "64,640", "--layout", "contiguous", "--cp", "2", "--hv", "1", "--sms", "1",
+               "--rule", "one")  # fmt: skip
+    # rank 0 walks 1 and 5 chunks, and the 5 once more in each summary: 3 x 6 + 5 x 5; rank 1 walks 6: 3 x 6
+    assert done.exit_code == 0 and [line.split()[-2:] for line in done.stdout.splitlines() if line.endswith("*  ")] == [
+        ["43", "*"]
+    ]
+    assert "The slowest is rank 0 at 43 walk steps." in done.stdout
 
 
 def test_known_packs_are_whole() -> None:
@@ -71,10 +103,12 @@ def test_known_packs_are_whole() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--layout", "spiral"], "layout"),
-        (["--cp", "0"], "world_size"),
-        (["--hv", "0"], "hv must be at least 1, got 0"),
-        (["--rule", "luck"], "rule must be one of"),
+        (["--layout", "spiral"], "--layout must be one of contiguous"),
+        (["--cp", "0"], "--cp must be at least 1, got 0"),
+        (["--hv", "0"], "--hv must be at least 1, got 0"),
+        (["--sms", "0"], "--sms must be at least 1, got 0"),
+        (["--rule", "luck"], "--rule must be one of one, chain_min"),
+        (["--compare", "luck"], "--compare must be one of one, chain_min"),
         (["--pack", "P9"], "--pack must be one of P1, P2"),
         (["--lengths", "1,2"], "one of --pack and --lengths"),
         (["--json", "no/such/folder/plan.json"], "No such file"),
@@ -86,10 +120,11 @@ def test_a_wrong_wish_is_one_line_and_exit_2(changes: list[str], message: str) -
     assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("lengths", ["1,x", "", "5,-1"])
+@pytest.mark.parametrize("lengths", ["1,x", "", "5,-1", "10,-1", "9" * 30])
 def test_wrong_lengths_are_refused(lengths: str) -> None:
     done = run("plan", "--lengths", lengths, "--cp", "2", "--layout", "zigzag", "--hv", "4")
     assert done.exit_code == 2 and done.stderr.count("\n") == 1 and done.stdout == ""
+    assert done.stderr.startswith("error: --lengths must be ")
 
 
 def test_demo_refuses_wrong_wishes_in_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""How long things take on this machine, recorded with the machine, the versions and the commit."""

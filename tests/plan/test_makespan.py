@@ -1,0 +1,123 @@
+"""The LPT makespan against handing jobs out one by one, against its bounds and against the best there is."""
+
+from heapq import heapreplace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltaspan.plan import lpt_makespan
+
+Jobs = list[tuple[int, int]]
+
+RANDOM = settings(max_examples=100, deadline=None)
+
+few_jobs = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), max_size=6)
+many_jobs = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 500)), max_size=5)
+
+
+def one_by_one(jobs: Jobs, machines: int) -> int:
+    """Each job, longest first, to the least loaded machine."""
+    loads = [0] * machines
+    for length, count in sorted(jobs, reverse=True):
+        for _ in range(count if length > 0 else 0):
+            heapreplace(loads, loads[0] + length)
+    return max(loads)
+
+
+def best(jobs: Jobs, machines: int) -> int:
+    """The least largest load of any assignment, by trying all; machines are alike, so loads are kept sorted."""
+    reached = {(0,) * machines}
+    for length, count in jobs:
+        for _ in range(count):
+            reached = {
+                tuple(sorted([*loads[:i], loads[i] + length, *loads[i + 1 :]]))
+                for loads in reached
+                for i in range(machines)
+            }
+    return min(map(max, reached))
+
+
+@settings(max_examples=300, deadline=None)
+@given(few_jobs, st.integers(1, 9))
+def test_equal_to_one_by_one_for_few_machines(jobs, machines):
+    assert lpt_makespan(jobs, machines) == one_by_one(jobs, machines)
+
+
+@RANDOM
+@given(many_jobs, st.integers(1, 160))
+def test_equal_to_one_by_one_for_the_multiprocessors_of_a_device(jobs, machines):
+    assert lpt_makespan(jobs, machines) == one_by_one(jobs, machines)
+
+
+@RANDOM
+@given(st.integers(50, 400), st.integers(1, 200), st.integers(1, 5), st.integers(0, 5000), st.integers(1, 160))
+def test_many_tiny_jobs_fill_the_gaps_that_long_ones_left(long, few, tiny, many, machines):
+    jobs = [(tiny, many), (long, few)]
+    assert lpt_makespan(jobs, machines) == one_by_one(jobs, machines)
+
+
+@RANDOM
+@given(many_jobs, st.integers(10**9, 10**15), st.integers(1, 160))
+def test_more_units_than_could_be_counted_level_all_loads(jobs, units, machines):
+    # all other jobs are longer or as long, so a unit always goes to a least loaded machine: loads end within 1
+    total = units + sum(length * count for length, count in jobs)
+    assert lpt_makespan([*jobs, (1, units)], machines) == -(-total // machines)
+
+
+@RANDOM
+@given(many_jobs, st.integers(2, 50), st.integers(10**9, 10**15), st.integers(1, 160))
+def test_huge_counts_end_within_one_job_of_the_mean(jobs, length, count, machines):
+    jobs = [(length + more, n) for more, n in jobs] + [(length, count)]
+    total = sum(length * count for length, count in jobs)
+    # the last job, the shortest, found its machine at or below the mean of what lay before
+    assert -(-total // machines) <= lpt_makespan(jobs, machines) <= (total - length) // machines + length
+
+
+@RANDOM
+@given(many_jobs, st.integers(1, 160))
+def test_between_the_bounds(jobs, machines):
+    jobs = [job for job in jobs if min(job) > 0]
+    total, longest = sum(length * count for length, count in jobs), max(jobs, default=(0, 0))[0]
+    below = max(longest, -(-total // machines))
+    # whoever ends last began when all others were busy: (total - its length) / machines at the latest
+    assert below <= lpt_makespan(jobs, machines) <= (total + (machines - 1) * longest) // machines
+
+
+@RANDOM
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 2)), max_size=4), st.integers(1, 4))
+def test_at_most_four_thirds_of_the_best(jobs, machines):
+    # Graham 1969: LPT <= (4/3 - 1/(3 m)) OPT
+    assert best(jobs, machines) <= lpt_makespan(jobs, machines)
+    assert 3 * machines * lpt_makespan(jobs, machines) <= (4 * machines - 1) * best(jobs, machines)
+
+
+@RANDOM
+@given(few_jobs, st.integers(1, 9), st.randoms(use_true_random=False), st.integers(1, 50))
+def test_order_and_grouping_of_jobs_and_the_unit_of_length_do_not_matter(jobs, machines, random, unit):
+    apart = [(length, 1) for length, count in jobs for _ in range(count)]
+    random.shuffle(apart)
+    assert lpt_makespan(iter(apart), machines) == lpt_makespan(jobs, machines)
+    assert lpt_makespan([(unit * n, c) for n, c in jobs], machines) == unit * lpt_makespan(jobs, machines)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "machines", "expected"),
+    [
+        ([], 3, 0),
+        ([(5, 0), (0, 7), (-2, 3), (4, -1)], 1, 0),  # of no length or number
+        ([(7, 1)], 100, 7),
+        ([(5, 2), (4, 2), (3, 3)], 3, 11),  # Graham's worst case for 3 machines: the best is 9
+        ([(10, 2), (1, 7)], 3, 10),  # the third machine takes units up to 7, one round of many
+        ([(10, 2), (4, 3)], 3, 12),  # two fit below the others, the third goes there as well
+        ([(10, 2), (4, 4)], 3, 14),
+    ],
+)
+def test_worked_makespans(jobs, machines, expected):
+    assert lpt_makespan(jobs, machines) == expected == one_by_one([j for j in jobs if min(j) > 0], machines)
+
+
+@pytest.mark.parametrize("machines", [0, -1])
+def test_no_machines_are_refused(machines):
+    with pytest.raises(ValueError, match=f"machines must be at least 1, got {machines}"):
+        lpt_makespan([(1, 1)], machines)
