@@ -19,6 +19,8 @@ _HOMES = {
     "forward": "deltaspan.op",
     "backward": "deltaspan.op",
     "causal_conv1d": "deltaspan.op",
+    "RecomputeHandle": "deltaspan.op",
+    "packed_qkv_views": "deltaspan.op",
     "comm_bytes": "deltaspan.op",
     "saved_bytes": "deltaspan.op",
     "chosen_backend": "deltaspan.kernels.select",

@@ -3,7 +3,16 @@
 from torch import Tensor
 
 from deltaspan.exchange.collectives import AllGather, Program
-from deltaspan.exchange.compose import Merge, compose_adjoints, compose_states, join_pairs, split_pairs
+from deltaspan.exchange.compose import (
+    Merge,
+    compose_adjoints,
+    compose_states,
+    flat_sizes,
+    join_flat,
+    join_pairs,
+    split_flat,
+    split_pairs,
+)
 from deltaspan.exchange.seams import Seams
 
 
@@ -14,8 +23,17 @@ def carry_states(seams: Seams, merge: Merge, M: Tensor, b: Tensor, about: str) -
     return entry.split(seams.n_in)[seams.rank].clone(), pairs  # the whole is not kept
 
 
-def carry_adjoints(seams: Seams, merge: Merge, kept: Tensor, d: Tensor, about: str) -> Program[Tensor]:
-    """As `all_to_all.carry_adjoints`."""
-    offsets = yield AllGather("adjoint_offsets", d, seams.n_in, about)
-    leaving = compose_adjoints(merge, split_pairs(kept, d)[0], offsets, seams.backward)
+def carry_adjoints(
+    seams: Seams, merge: Merge, kept: Tensor | None, M: Tensor | None, d: Tensor, about: str
+) -> Program[Tensor]:
+    """As `states.carry_adjoints` says."""
+    if kept is None:
+        HV = d.shape[1]
+        numbers = tuple(HV * n for n in flat_sizes(seams, d))
+        arrived = yield AllGather("adjoint_offsets", join_flat(d, M[seams.own_through]), numbers, about)
+        offsets, maps = split_flat(arrived, seams, HV, d)
+    else:
+        offsets = yield AllGather("adjoint_offsets", d, seams.n_in, about)
+        maps = split_pairs(kept, d)[0]
+    leaving = compose_adjoints(merge, maps, offsets, seams.backward)
     return leaving.split(seams.n_out)[seams.rank]

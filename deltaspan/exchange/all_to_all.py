@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from deltaspan.exchange.collectives import AllToAll, Program
-from deltaspan.exchange.compose import Merge, compose_adjoints, compose_states, join_pairs, split_pairs
+from deltaspan.exchange.compose import (
+    Merge,
+    compose_adjoints,
+    compose_states,
+    flat_sizes,
+    join_flat,
+    join_pairs,
+    split_flat,
+    split_pairs,
+)
 from deltaspan.exchange.seams import Seams
 from deltaspan.plan import head_ranges
 
@@ -24,11 +33,16 @@ def carry_states(seams: Seams, merge: Merge, M: Tensor, b: Tensor, about: str) -
     return (yield from _to_homes("entry_states", seams, seams.n_in, entry, b.shape[1], about)), pairs
 
 
-def carry_adjoints(seams: Seams, merge: Merge, kept: Tensor, d: Tensor, about: str) -> Program[Tensor]:
-    """From the adjoints d [n_in, HV, K, V] of this rank's entered fragments, taken with no adjoint from beyond their
-    ends, to the adjoints [n_out, HV, K, V] of its exit states. `kept` is the second result of `carry_states`."""
-    offsets = yield from _to_owners("adjoint_offsets", seams, seams.n_in, d, about)
-    leaving = compose_adjoints(merge, split_pairs(kept, d)[0], offsets, seams.backward)
+def carry_adjoints(
+    seams: Seams, merge: Merge, kept: Tensor | None, M: Tensor | None, d: Tensor, about: str
+) -> Program[Tensor]:
+    """As `states.carry_adjoints` says."""
+    if kept is None:
+        offsets, maps = yield from _with_maps(seams, M, d, about)
+    else:
+        offsets = yield from _to_owners("adjoint_offsets", seams, seams.n_in, d, about)
+        maps = split_pairs(kept, d)[0]
+    leaving = compose_adjoints(merge, maps, offsets, seams.backward)
     return (yield from _to_homes("exit_adjoints", seams, seams.n_out, leaving, d.shape[1], about))
 
 
@@ -39,6 +53,18 @@ def _to_owners(name: str, seams: Seams, counts: tuple[int, ...], tiles: Tensor, 
     blocks = [tiles[:, h.start : h.stop].flatten(0, 1) for h in heads]
     arrived = yield AllToAll(name, torch.cat(blocks), tuple(map(len, blocks)), tuple(n * own for n in counts), about)
     return arrived.unflatten(0, (sum(counts), own))
+
+
+def _with_maps(seams: Seams, M: Tensor, d: Tensor, about: str) -> Program[tuple[Tensor, Tensor]]:
+    """d to the owners, beside the maps of the fragments that state enters and leaves: as single numbers, since the two
+    have rows of different lengths. Returns d [N_in, own heads, K, V] and, by out number, M [N_out, own heads, K, K]."""
+    heads = head_ranges(d.shape[1], len(seams.n_in))
+    own = len(heads[seams.rank])
+    through = M[seams.own_through]
+    blocks = [join_flat(d[:, h.start : h.stop], through[:, h.start : h.stop]) for h in heads]
+    numbers = [own * n for n in flat_sizes(seams, d)]
+    arrived = yield AllToAll("adjoint_offsets", torch.cat(blocks), tuple(map(len, blocks)), tuple(numbers), about)
+    return split_flat(arrived, seams, own, d)
 
 
 def _to_homes(name: str, seams: Seams, counts: tuple[int, ...], tiles: Tensor, HV: int, about: str) -> Program[Tensor]:

@@ -6,6 +6,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from deltaspan.exchange.seams import Seams
+
 Merge: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # (M, X, b) -> M X + b
 
 
@@ -44,3 +46,27 @@ def split_pairs(pairs: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `join_pairs`, with the K and V of states `like` [..., K, V]."""
     K, V = like.shape[-2:]
     return pairs[..., : K * K].unflatten(-1, (K, K)), pairs[..., K * K :].unflatten(-1, (K, V))
+
+
+def flat_sizes(seams: Seams, d: Tensor) -> list[int]:
+    """By rank, the numbers of one head in what `join_flat` makes."""
+    K, V = d.shape[-2:]
+    return [n_in * K * V + n_through * K * K for n_in, n_through in zip(seams.n_in, seams.n_through, strict=True)]
+
+
+def join_flat(d: Tensor, M: Tensor) -> Tensor:
+    """d [n_in, heads, K, V] and M [n_through, heads, K, K] as one row of numbers."""
+    return torch.cat([d.flatten(), M.flatten()])
+
+
+def split_flat(arrived: Tensor, seams: Seams, heads: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse for all ranks' rows in turn: d [N_in, heads, K, V], and M [N_out, heads, K, K], defined for fragments
+    that state enters and leaves."""
+    K, V = like.shape[-2:]
+    rows = arrived.split([heads * n for n in flat_sizes(seams, like)])
+    sizes = [heads * n * K * V for n in seams.n_in]
+    pairs = [row.split([size, len(row) - size]) for row, size in zip(rows, sizes, strict=True)]
+    d, through = (torch.cat(column) for column in zip(*pairs, strict=True))
+    M = like.new_empty(sum(seams.n_out), heads, K, K)
+    M[seams.through] = through.view(-1, heads, K, K)
+    return d.view(-1, heads, K, V), M

@@ -23,12 +23,15 @@ def carry_states(seams: Seams, merge: Merge, M: Tensor, b: Tensor, about: str) -
     return entry, M
 
 
-def carry_adjoints(seams: Seams, merge: Merge, kept: Tensor, d: Tensor, about: str) -> Program[Tensor]:
-    """As `all_to_all.carry_adjoints`."""
+def carry_adjoints(
+    seams: Seams, merge: Merge, kept: Tensor | None, M: Tensor | None, d: Tensor, about: str
+) -> Program[Tensor]:
+    """As `all_to_all.carry_adjoints`, but that maps are at home, kept or not."""
+    maps = M if kept is None else kept
     leaving = d.new_empty(seams.n_out[seams.rank], *d.shape[1:])
     for number, hop in enumerate(seams.hops[1]):
         entered, out = hop.source, hop.source_in
-        back = d[entered] if hop.first else merge(kept[out].mT, leaving[out], d[entered])
+        back = d[entered] if hop.first else merge(maps[out].mT, leaving[out], d[entered])
         leaving[hop.target] = yield PeerToPeer(
             f"exit_adjoints, hop {number}", back, hop.send_counts, hop.recv_counts, about
         )

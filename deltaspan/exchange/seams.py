@@ -30,6 +30,9 @@ class Seams:
     rank: int
     n_out: tuple[int, ...]  # by rank, fragments that state leaves
     n_in: tuple[int, ...]  # by rank, fragments that state enters
+    n_through: tuple[int, ...]  # by rank, fragments that it enters and leaves
+    through: Tensor  # int64, the out numbers of those of all ranks, rank by rank
+    own_through: Tensor  # int64, this rank's, counted among its own left fragments
     forward: tuple[tuple[Tensor, Tensor], ...]  # plan.Links, int64: by step, out numbers and in numbers
     backward: tuple[tuple[Tensor, Tensor, Tensor], ...]  # the same from the ends, and out numbers of those entered
     make_hops: Callable[[], tuple[tuple[Hop, ...], tuple[Hop, ...]]]  # only a ring asks for them

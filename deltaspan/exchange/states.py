@@ -23,9 +23,15 @@ def carry_states(
     return (yield from EXCHANGES[exchange].carry_states(seams, merge, M, b, about))
 
 
-def carry_adjoints(exchange: str, seams: Seams, merge: Merge, kept: Tensor, d: Tensor, about: str) -> Program[Tensor]:
+def carry_adjoints(
+    exchange: str, seams: Seams, merge: Merge, kept: Tensor | None, M: Tensor | None, d: Tensor, about: str
+) -> Program[Tensor]:
     """From the adjoints d [n_in, HV, K, V] of this rank's entered fragments, taken with no adjoint from beyond their
-    ends, to the adjoints [n_out, HV, K, V] of its exit states. `kept` is the second result of `carry_states`."""
+    ends, to the adjoints [n_out, HV, K, V] of its exit states.
+
+    kept: the second result of `carry_states`; None if it was not kept. Then M are this rank's maps again, of which
+    those of fragments that state enters and leaves are needed, and sent where others compose them.
+    """
     if seams.none:
         return d
-    return (yield from EXCHANGES[exchange].carry_adjoints(seams, merge, kept, d, about))
+    return (yield from EXCHANGES[exchange].carry_adjoints(seams, merge, kept, M, d, about))

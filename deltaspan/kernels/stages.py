@@ -4,10 +4,11 @@ A tier is a module with these names. T: a rank's tokens; NC: its chunks; S: its 
 order; n: those of them in question. State S and its adjoint D are [K, V]; states are FP32, or FP64 where the operands
 are.
 
-    tape = prep(q, k, v, g, beta, grid, scale=, unit_keys=)
+    tape = prep(q, k, v, g, beta, grid, scale=, unit_keys=, raw=)
         q, k [T, H, K]   v [T, HV, V]   g, beta [T, HV]        what does not depend on the state, per chunk
     M, b = summary(tape, runs, entry)
         entry [n, HV, K, V] -> M [n, HV, K, K], b [n, HV, K, V]     exit state = M (state added to entry) + b
+    M = transfer(tape, runs)                                        the same M alone
     o, exit, states = walk(tape, runs, entry, output=)
         entry [S, HV, K, V] -> o [T, HV, V] or None, exit like entry; states: for gradients()
     adjoint = adjoint_prep(tape, do)
@@ -16,7 +17,13 @@ are.
         leaving [n, HV, K, V], the adjoint of the exit state -> d [n, HV, K, V], the adjoint of the entry state
     entering, costates = adjoint_walk(adjoint, runs, leaving)
         leaving [S, HV, K, V] -> entering like it; costates: for gradients()
-    dq, dk, dv, dg, dbeta = gradients(adjoint, states, costates)
+    dq, dk, dv, dg, dbeta, dA_log, ddt_bias = gradients(adjoint, states, costates)
+        like the operands; the last two [HV], None where there is no such
+
+    KEPT_TENSORS = len(keep(tape, states))
+    tensors = keep(tape, states)                    what the adjoint stages read of both, beside operands and tables
+    tape, states = restore(tensors, q, k, v, g, beta, grid, scale=, raw=)
+    bytes = kept_bytes(chunks, HV=, K=, V=, state_size=)
 
     merge(M, X, b) = M X + b, for states [..., K, V]
 
@@ -36,6 +43,19 @@ import torch
 from torch import Tensor
 
 from deltaspan.plan import CHUNK
+
+
+class Raw(NamedTuple):
+    """Which operands are as a model's projections give them, so that prep makes them ready and gradients lead back."""
+
+    l2norm: bool = False  # q and k want normalising
+    A_log: Tensor | None = None  # [HV], g wants its gate
+    dt_bias: Tensor | None = None  # [HV]
+    sigmoid: bool = False  # beta wants one
+    largest_beta: float = 1.0
+
+
+READY = Raw()
 
 
 class Runs(NamedTuple):

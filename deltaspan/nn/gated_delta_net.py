@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deltaspan.op import Context, causal_conv1d, chunk_gated_delta_rule, told_to_others
+from deltaspan.op import Context, RecomputeHandle, causal_conv1d, chunk_gated_delta_rule, told_to_others
 
 DECAY_RATE_RANGE = (1.0, 16.0)
 TIME_STEP_RANGE = (1e-3, 1e-1)
@@ -102,12 +103,16 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
     @told_to_others
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+    def forward(
+        self, x: Tensor, ctx: Context, *, recompute_handle: RecomputeHandle | None = None, **options: Any
+    ) -> Tensor:
         """Applies the layer to a shard.
 
         Args:
             x: [1, T, hidden_size], T = ctx.tokens, this rank's fragments in local order; T may be 0.
             ctx: the batch's context, shared by all layers.
+            recompute_handle: a `RecomputeHandle` of this layer's own, where the layer is checkpointed.
+            options: of `chunk_gated_delta_rule`, such as save_mode or exchange.
 
         Returns:
             [1, T, hidden_size] in x's dtype (in autocast's under autocast).
@@ -137,14 +142,23 @@ class GatedDeltaNet(nn.Module):
             tuple(conv.weight.squeeze(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)),
             ctx,
             activation="silu",
+            recompute_handle=recompute_handle,
         )
-        q = l2_normalise(q.unflatten(-1, (H, K)))  # [1, T, H, K]
-        k = l2_normalise(k.unflatten(-1, (H, K)))  # [1, T, H, K]
-        v = v.unflatten(-1, (HV, V))  # [1, T, HV, V]
-        g = -self.A_log.exp() * F.softplus(_at_least_fp32(self.a_proj(x)) + self.dt_bias)  # [1, T, HV]
-        beta = _at_least_fp32(self.b_proj(x)).sigmoid()  # [1, T, HV]
-
-        o, _ = chunk_gated_delta_rule(q, k, v, g, beta, ctx)  # [1, T, HV, V]
+        o, _ = chunk_gated_delta_rule(
+            q.unflatten(-1, (H, K)),  # [1, T, H, K]
+            k.unflatten(-1, (H, K)),
+            v.unflatten(-1, (HV, V)),  # [1, T, HV, V]
+            _at_least_fp32(self.a_proj(x)),  # [1, T, HV]
+            _at_least_fp32(self.b_proj(x)),
+            ctx,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            use_beta_sigmoid_in_kernel=True,
+            recompute_handle=recompute_handle,
+            **options,
+        )
 
         gate = self.g_proj(x).unflatten(-1, (HV, V))
         return self.o_proj(self.o_norm(o, gate).flatten(-2))
@@ -170,12 +184,6 @@ class GatedRMSNorm(nn.Module):
         wide = _at_least_fp32(x)
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight
         return (normed * F.silu(_at_least_fp32(gate))).to(x.dtype)
-
-
-def l2_normalise(x: Tensor) -> Tensor:
-    """x [..., K] over sqrt(sum x^2 + 1e-6), formed in FP32 and rounded once; a zero row stays zero."""
-    wide = _at_least_fp32(x)
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def _conv_weight(channels: int, taps: int, **like: torch.device | torch.dtype | str | None) -> nn.Conv1d:

@@ -2,13 +2,17 @@
 
 from deltaspan.op.context import Context, build_context
 from deltaspan.op.conv import causal_conv1d
-from deltaspan.op.function import backward, chunk_gated_delta_rule, forward
+from deltaspan.op.explicit import backward, forward
+from deltaspan.op.function import chunk_gated_delta_rule
+from deltaspan.op.packed import packed_qkv_views
+from deltaspan.op.recompute import RecomputeHandle
 from deltaspan.op.saved import Saved
 from deltaspan.op.sizes import comm_bytes, saved_bytes
 from deltaspan.op.together import told_to_others
 
 __all__ = [
     "Context",
+    "RecomputeHandle",
     "Saved",
     "backward",
     "build_context",
@@ -16,6 +20,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "comm_bytes",
     "forward",
+    "packed_qkv_views",
     "saved_bytes",
     "told_to_others",
 ]

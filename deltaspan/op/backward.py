@@ -1,15 +1,17 @@
 """The backward of one rank, as a program: the forward's walk again, then the adjoint's the other way round."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from deltaspan.exchange import Program, adjoint_maps, carry_adjoints, fold, spread
 from deltaspan.op.context import Context
-from deltaspan.op.forward import common, enter, prepare, stages
+from deltaspan.op.forward import common, enter, entry_states, prepare, raw, scale, stages
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
-from deltaspan.op.saved import Saved, end_adjoints, initial_gradient, start_states
+from deltaspan.op.packed import into_one_row
+from deltaspan.op.saved import Saved, end_adjoints, initial_gradient
+from deltaspan.op.segments import Segments
 from deltaspan.op.view import RankView
 
 
@@ -22,8 +24,8 @@ class Gradients(NamedTuple):
     dg: Tensor  # [1, T, HV]
     dbeta: Tensor  # [1, T, HV]
     dinitial_state: Tensor | None = None  # [N, HV, K, V], this rank's share of a sum over the group
-    dA_log: Tensor | None = None
-    ddt_bias: Tensor | None = None
+    dA_log: Tensor | None = None  # [HV], this rank's share of a sum over the group
+    ddt_bias: Tensor | None = None  # [HV], the same
 
 
 def backward_program(
@@ -35,23 +37,49 @@ def backward_program(
     dfinal_state: Tensor | None,
     saved: Saved | None,
 ) -> Program[Gradients]:
-    """One rank's backward; all ranks of the group run theirs. Without `saved` the forward's exchange is run again."""
+    """One rank's backward; all ranks of the group run theirs. Without `saved` the forward's exchange is run again.
+
+    Each tensor of `saved` is let go of at its last reader here, so that it does not stand beside what comes after.
+    """
     tier = stages(ctx, options)
     cut = ctx._cut(view, x.v.shape[1], options.segments)
-    tape = prepare(tier, view, x, options)
-    if saved is None:
-        entry, saved = yield from enter(ctx, view, cut, x, options, tape)
+    if saved is not None and saved.tape:
+        operands = x.q, x.k, x.v, x.g, x.beta
+        tape, states = tier.restore(saved.tape, *operands, view.grid, scale=scale(x, options), raw=raw(x, options))
     else:
-        entry = start_states(cut, x)
-        entry[cut.entered_slots] = saved.entry
-    _, _, states = tier.walk(tape, cut.every, entry, output=False)
+        tape = prepare(tier, view, x, options)
+        if saved is None:
+            entry, saved = yield from enter(ctx, view, cut, x, options, tape)
+        else:
+            entry = entry_states(cut, x, saved)
+        _, _, states = tier.walk(tape, cut.every, entry, output=False)
+        del entry
 
+    maps, whole, kept = _transfers(tier, cut, tape, saved)
+    del saved
     adjoint = tier.adjoint_prep(tape, do)
+    del tape
     leaving = end_adjoints(cut, x, dfinal_state)
     d = tier.adjoint_summary(adjoint, cut.entered, leaving[cut.entered_slots])
-    folded = fold(tier.merge, cut.backward, adjoint_maps(saved.maps), d)
-    whole = saved.kept, folded.last_offsets
-    arrived = yield from carry_adjoints(options.exchange, view.seams, tier.merge, *whole, common(x, options))
+    folded = fold(tier.merge, cut.backward, adjoint_maps(maps), d)
+    sent = kept, whole, folded.last_offsets
+    del maps, kept, whole, d
+    arrived = yield from carry_adjoints(options.exchange, view.seams, tier.merge, *sent, common(x, options))
+    del sent
     leaving[cut.left_slots] = spread(tier.merge, cut.backward, folded, arrived)
+    del folded, arrived
     entering, costates = tier.adjoint_walk(adjoint, cut.every, leaving)
-    return Gradients(*tier.gradients(adjoint, states, costates), initial_gradient(view, cut, x, entering, dfinal_state))
+    dq, dk, dv, dg, dbeta, *dgate = tier.gradients(adjoint, states, costates)
+    dinitial = initial_gradient(view, cut, x, entering, dfinal_state)
+    return Gradients(*into_one_row(x, dq, dk, dv), dg, dbeta, dinitial, *dgate)
+
+
+def _transfers(tier: Any, cut: Segments, tape: Any, saved: Saved) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Maps of the segments within cut fragments; and of whole fragments, unless the exchange has kept what it needs,
+    which is the third."""
+    if saved.kept is not None:
+        return saved.maps, None, saved.kept
+    passing = tier.transfer(tape, cut.passing)
+    M = passing.new_zeros(len(cut.left.order), *passing.shape[1:])
+    M[cut.passing_left] = passing
+    return M[cut.bridges], fold(tier.merge, cut.forward, M, M[..., :0]).last_maps, None

@@ -9,6 +9,7 @@ from deltaspan.exchange import Program, fetch_rows
 from deltaspan.kernels import select
 from deltaspan.op.context import Context
 from deltaspan.op.operands import check_tensor, check_type, squeeze
+from deltaspan.op.recompute import RecomputeHandle, check_handle
 from deltaspan.op.together import anchor, any_row_crosses
 from deltaspan.op.view import RankView
 
@@ -33,7 +34,7 @@ def causal_conv1d(
     activation: str | None = "silu",
     initial_state: None = None,
     output_final_state: bool = False,
-    recompute_handle: None = None,
+    recompute_handle: RecomputeHandle | None = None,
 ) -> Any:
     """Depthwise causal convolution within every document, as if one rank held the whole pack. Differentiable.
 
@@ -50,6 +51,7 @@ def causal_conv1d(
             rank's share of a sum over the group.
         bias: [D] or None; a tuple beside a tuple.
         activation: "silu" or None.
+        recompute_handle: a `RecomputeHandle`, so that a checkpoint's recompute asks for no collective.
 
     Returns:
         y like x, in its type.
@@ -63,16 +65,16 @@ def causal_conv1d(
         raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
     for name, value, served in (
         ("initial_state", initial_state, None), ("output_final_state", output_final_state, False),
-        ("recompute_handle", recompute_handle, None),
     ):  # fmt: skip
         if value is not served:
             raise ValueError(f"{name} is not served by this release, which serves {served!r}")
+    check_handle(recompute_handle)
     shards, weights, biases = ctx._listed("x", x), ctx._replicated("weight", weight), ctx._replicated("bias", bias)
     ranks = [
         _check(ctx, view, *_as_tuples(*given)) for view, *given in zip(ctx._views, shards, weights, biases, strict=True)
     ]
     flat = [t for filters in ranks for f in filters for t in f]
-    results = iter(_CausalConv1d.apply(ctx, activation, len(ranks[0]), anchor(ctx), *flat))
+    results = iter(_CausalConv1d.apply(ctx, activation, len(ranks[0]), recompute_handle, anchor(ctx), *flat))
     outputs = [
         tuple(next(results).reshape(t.shape) for t in (shard if isinstance(shard, tuple) else (shard,)))
         for shard in shards
@@ -80,10 +82,16 @@ def causal_conv1d(
     return ctx._unlisted([y if isinstance(shard, tuple) else y[0] for y, shard in zip(outputs, shards, strict=True)])
 
 
-def forward_program(ctx: Context, view: RankView, filters: list[Filter], activation: str | None) -> Program[tuple]:
-    """One rank's convolutions: outputs [T, D], and the history rows [received, D] that its backward reads."""
+def forward_program(
+    ctx: Context, view: RankView, filters: list[Filter], activation: str | None, history: list[Tensor] | None = None
+) -> Program[tuple]:
+    """One rank's convolutions: outputs [T, D], and the history rows [received, D] that its backward reads.
+
+    history: what an earlier run of the same forward received, which then is not fetched again.
+    """
     tier = _tier(ctx)
-    history = yield from fetch_rows("halo", view.history, [f.x for f in filters])
+    if history is None:
+        history = yield from fetch_rows("halo", view.history, [f.x for f in filters])
     pre = [tier.preactivation(f.x, h, f.weight, f.bias, view.edges) for f, h in zip(filters, history, strict=True)]
     return [tier.activate(p, activation, f.x) for p, f in zip(pre, filters, strict=True)], history
 
@@ -112,12 +120,30 @@ class _CausalConv1d(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        fn: Any, ctx: Context, activation: str | None, count: int, anchor: Tensor, *flat: Tensor | None
+        fn: Any,
+        ctx: Context,
+        activation: str | None,
+        count: int,
+        handle: RecomputeHandle | None,
+        anchor: Tensor,
+        *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ranks = _by_rank(flat, count)
+        entry = handle.find("convolution") if handle is not None else None
+        problem = ctx, activation, [(f.x.shape, f.x.dtype) for filters in ranks for f in filters]
+        if entry is not None and (entry[0][0] is not ctx or entry[0][1:] != problem[1:]):
+            raise ValueError(
+                "recompute_handle was filled by a convolution with another context, activation or operands"
+            )
+        received = [None] * len(ranks) if entry is None else entry[1]
         done = ctx._transport.run(
-            [forward_program(ctx, view, filters, activation) for view, filters in zip(ctx._views, ranks, strict=True)]
+            [
+                forward_program(ctx, view, filters, activation, history)
+                for view, filters, history in zip(ctx._views, ranks, received, strict=True)
+            ]
         )
+        if handle is not None and entry is None:
+            handle.entries["convolution"] = problem, [history for _, history in done]
         fn.context, fn.activation, fn.count, fn.given = ctx, activation, count, len(flat)
         fn.save_for_backward(*flat, *(h for _, history in done for h in history))
         return tuple(y for outputs, _ in done for y in outputs)
@@ -142,7 +168,7 @@ class _CausalConv1d(torch.autograd.Function):
             for f, of_filter in zip(filters, by_filter, strict=True)
             for x, t in zip(f, of_filter, strict=True)
         )
-        return None, None, None, None, *gradients
+        return None, None, None, None, None, *gradients
 
 
 def _by_rank(flat: tuple, count: int) -> list[list[Filter]]:

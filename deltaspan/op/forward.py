@@ -6,6 +6,7 @@ from torch import Tensor
 
 from deltaspan.exchange import Program, carry_states, fold, spread
 from deltaspan.kernels import select
+from deltaspan.kernels.stages import Raw
 from deltaspan.op.context import Context
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
@@ -15,26 +16,36 @@ from deltaspan.op.view import RankView
 
 
 class Forward(NamedTuple):
-    o: Tensor  # [T, HV, V]
+    o: Tensor | None  # [T, HV, V]
     final_state: Tensor | None  # [N, HV, K, V]
-    saved: Saved
+    saved: Saved  # all that a backward may want; what of it is kept is the caller's to say
+    tape: tuple[Tensor, ...]  # what the backward reads again of the stages
 
 
-def forward_program(ctx: Context, view: RankView, x: Operands, options: Options) -> Program[Forward]:
-    """One rank's forward; all ranks of the group run theirs."""
+def forward_program(
+    ctx: Context, view: RankView, x: Operands, options: Options, entered: Saved | None = None, output: bool = True
+) -> Program[Forward]:
+    """One rank's forward; all ranks of the group run theirs.
+
+    entered: what an earlier run of the same forward kept, which then is not exchanged again.
+    Without `output` o is None.
+    """
     tier = stages(ctx, options)
     cut = ctx._cut(view, x.v.shape[1], options.segments)
     tape = prepare(tier, view, x, options)
-    entry, saved = yield from enter(ctx, view, cut, x, options, tape)
-    o, exit, _ = tier.walk(tape, cut.every, entry, output=True)
+    if entered is None:
+        entry, saved = yield from enter(ctx, view, cut, x, options, tape)
+    else:
+        entry, saved = entry_states(cut, x, entered), entered
+    o, exit, states = tier.walk(tape, cut.every, entry, output=output)
     final = final_states(view, cut, x, exit, ctx.part.num_documents) if options.output_final_state else None
-    return Forward(o, final, saved)
+    return Forward(o, final, saved, tier.keep(tape, states))
 
 
 def enter(
     ctx: Context, view: RankView, cut: Segments, x: Operands, options: Options, tape: Any
 ) -> Program[tuple[Tensor, Saved]]:
-    """The true entry state of every segment, [S, HV, K, V], and what to keep for the backward."""
+    """The true entry state of every segment, [S, HV, K, V], and what the exchange's way back needs."""
     tier = stages(ctx, options)
     entry = start_states(cut, x)
     M, b = tier.summary(tape, cut.left, entry[cut.left_slots])
@@ -45,16 +56,34 @@ def enter(
     return entry, Saved(ctx, options, shapes(x), entered, M[cut.bridges], kept)
 
 
+def entry_states(cut: Segments, x: Operands, saved: Saved) -> Tensor:
+    """The same states from those that were kept."""
+    entry = start_states(cut, x)
+    entry[cut.entered_slots] = saved.entry
+    return entry
+
+
 def prepare(tier: Any, view: RankView, x: Operands, options: Options) -> Any:
-    scale = x.k.shape[2] ** -0.5 if options.scale is None else options.scale
-    return tier.prep(x.q, x.k, x.v, x.g, x.beta, view.grid, scale=scale, unit_keys=options.unit_keys)
+    given = {"scale": scale(x, options), "unit_keys": options.unit_keys, "raw": raw(x, options)}
+    return tier.prep(x.q, x.k, x.v, x.g, x.beta, view.grid, **given)
+
+
+def scale(x: Operands, options: Options) -> float:
+    return x.k.shape[2] ** -0.5 if options.scale is None else options.scale
+
+
+def raw(x: Operands, options: Options) -> Raw:
+    """Which operands come as projections gave them."""
+    largest = 2.0 if options.allow_neg_eigval else 1.0
+    return Raw(options.use_qk_l2norm_in_kernel, x.A_log, x.dt_bias, options.use_beta_sigmoid_in_kernel, largest)
 
 
 def common(x: Operands, options: Options) -> str:
     """What the ranks of a group must have in common beside the shapes of states, for none would notice by itself."""
     given = "no initial state" if x.initial_state is None else "an initial state"
     heads = f"{x.v.shape[1]} heads of {x.q.dtype}".replace("torch.", "")
-    return f"{heads}, scale {options.scale}, unit_keys {options.unit_keys}, {given}"
+    named = {"scale": options.scale, "unit_keys": options.unit_keys, "save_transfer": options.save_transfer}
+    return ", ".join([heads, *(f"{name} {value}" for name, value in named.items()), given])
 
 
 def stages(ctx: Context, options: Options) -> Any:

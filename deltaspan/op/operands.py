@@ -36,7 +36,9 @@ class Operands(NamedTuple):
     v: Tensor  # [T, HV, V]
     g: Tensor  # [T, HV]
     beta: Tensor  # [T, HV]
-    initial_state: Tensor | None  # [N, HV, K, V]
+    initial_state: Tensor | None = None  # [N, HV, K, V]
+    A_log: Tensor | None = None  # [HV], where g is raw
+    dt_bias: Tensor | None = None  # [HV]
 
     @property
     def state_type(self) -> torch.dtype:
@@ -64,11 +66,13 @@ def squeeze(x: Tensor, name: str, dims: int) -> Tensor:
 
 
 def check_operands(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
-    *, tokens: int, padded: bool, documents: int, device: torch.device,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
+    dt_bias: Tensor | None, *, raw_g: bool, raw_beta: bool, tokens: int, padded: bool, documents: int,
+    device: torch.device,
 ) -> Operands:  # fmt: skip
     """One rank's operands as `Operands`.
 
+    raw_g, raw_beta: they come from projections, and may have the operands' type.
     tokens: the rank's own; with `padded` the buffer may be longer.
 
     Raises:
@@ -76,13 +80,13 @@ def check_operands(
         ValueError: shapes, types or devices that do not fit, naming the operand, what it is and what it must be.
     """
     named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    if initial_state is not None:
-        named["initial_state"] = initial_state
+    further = {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
+    named |= {name: x for name, x in further.items() if x is not None}
     for name, x in named.items():
         check_tensor(name, x, device)
     q, k, v = (squeeze(x, name, 3) for name, x in (("q", q), ("k", k), ("v", v)))
     g, beta = (squeeze(x, name, 2) for name, x in (("g", g), ("beta", beta)))
-    x = Operands(q, k, v, g, beta, initial_state)
+    x = Operands(q, k, v, g, beta, initial_state, A_log, dt_bias)
     T, (H, K), (HV, V) = len(q), q.shape[1:], v.shape[1:]
     if tokens > T or (tokens < T and not padded):
         raise ValueError(f"q has {T} tokens, but the context gives this rank {tokens}")
@@ -90,6 +94,7 @@ def check_operands(
     if K < 1 or V < 1:
         raise ValueError(f"head dimensions must be at least 1, got K={K} and V={V}")
     expected = {"k": (T, H, K), "v": (T, HV, V), "g": (T, HV), "beta": (T, HV), "initial_state": (documents, HV, K, V)}
+    expected |= {"A_log": (HV,), "dt_bias": (HV,)}
     for name, shape in expected.items():
         found = getattr(x, name)
         if found is not None and tuple(found.shape) != shape:
@@ -98,7 +103,11 @@ def check_operands(
     for name, found in (("k", k), ("v", v)):
         if found.dtype != q.dtype:
             raise ValueError(f"{name} must have q's type {q.dtype}, got {found.dtype}")
-    accepted = {"g": {torch.float32}, "beta": {torch.float32, torch.bfloat16}, "initial_state": {torch.float32}}
+    accepted = {
+        "g": {torch.float32, q.dtype if raw_g else torch.float32},
+        "beta": {torch.float32, torch.bfloat16, q.dtype if raw_beta else torch.float32},
+        **{name: {torch.float32} for name in further},
+    }
     for name, types in accepted.items():
         found, types = getattr(x, name), types | {x.state_type}
         if found is not None and found.dtype not in types:

@@ -11,21 +11,12 @@ from deltaspan.layout import Partition
 from deltaspan.layout.pack import as_int
 from deltaspan.plan import CHUNK, MOST_SEGMENTS
 
-# What this release serves of the options whose other values are still to come; anything else is refused, never ignored.
-SERVED: dict[str, tuple[Any, ...]] = {
-    "use_qk_l2norm_in_kernel": (False,),
-    "use_gate_in_kernel": (False,),
-    "A_log": (None,),
-    "dt_bias": (None,),
-    "use_beta_sigmoid_in_kernel": (False,),
-    "allow_neg_eigval": (False,),
-    "save_mode": ("light",),
-    "boundary_mode": ("saved",),
-    "save_transfer": (True,),
-    "reuse_recompute_tapes": ("auto", False),
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "save_mode": ("light", "full"),
+    "boundary_mode": ("saved", "replay"),
+    "exchange": tuple(EXCHANGES),
+    "reuse_recompute_tapes": ("auto", True, False),
     "recompute_output": ("auto", "always"),
-    "recompute_handle": (None,),
-    "workspace": (None,),
 }
 
 
@@ -34,11 +25,20 @@ class Options:
     """What shapes the result of a call, or what is kept of it."""
 
     scale: float | None = None
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
     unit_keys: bool = True
     output_final_state: bool = False
+    save_mode: str = "light"
+    boundary_mode: str = "saved"
+    save_transfer: bool = True
     exchange: str = "all_to_all"
-    segments: int | None = None
     backend: str = "auto"
+    segments: int | None = None
+    reuse_recompute_tapes: str | bool = "auto"
+    recompute_output: str = "auto"
 
     @classmethod
     def of(cls, **given: Any) -> "Options":
@@ -46,33 +46,51 @@ class Options:
 
         Raises:
             TypeError: an unknown keyword, a flag that is no bool, a scale that is no number.
-            ValueError: a value that this release does not serve.
+            ValueError: a value that is none of those accepted, or one that another option excludes.
         """
-        own = {field.name: given.pop(field.name) for field in fields(cls) if field.name in given}
-        for name, value in given.items():
-            if name not in SERVED:
-                raise TypeError(f"unknown option {name!r}")
-            if isinstance(value, Tensor) or not any(type(value) is type(x) and value == x for x in SERVED[name]):
-                shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                served = " and ".join(map(repr, SERVED[name]))
-                raise ValueError(f"{name}={shown} is not served by this release, which serves {served}")
-        return cls(**own)
+        unknown = given.keys() - {field.name for field in fields(cls)} - {"workspace"}
+        if unknown:
+            raise TypeError(f"unknown option {min(unknown)!r}")
+        if (workspace := given.pop("workspace", None)) is not None:
+            raise ValueError(f"workspace={workspace!r} is not served by this release, which serves None")
+        return cls(**given)
 
     def __post_init__(self) -> None:
-        for name in ("unit_keys", "output_final_state"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        check_exchange(self.exchange)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is bool and not isinstance(value, bool):
+                raise TypeError(f"{field.name} must be a bool, got {value!r}")
+        for name, choices in CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
         if self.segments is not None:
             as_int("segments", self.segments, minimum=1)
         if self.scale is not None and (isinstance(self.scale, bool) or not isinstance(self.scale, Real)):
             raise TypeError(f"scale must be a float or None, got {self.scale!r}")
+        if self.allow_neg_eigval and not self.use_beta_sigmoid_in_kernel:
+            raise ValueError(
+                "allow_neg_eigval=True doubles the sigmoid of use_beta_sigmoid_in_kernel=True, which is False: give a "
+                "beta in [0, 2] instead"
+            )
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the forward keeps anything for the backward."""
+        return self.boundary_mode == "saved"
 
 
-def check_exchange(exchange: Any) -> None:
-    """Raises ValueError unless `exchange` is the name of one."""
-    if not isinstance(exchange, str) or exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {list(EXCHANGES)}, got {exchange!r}")
+def check_gate(options: Options, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
+    """Raises ValueError unless A_log and dt_bias are given where, and only where, g is raw."""
+    if options.use_gate_in_kernel and A_log is None:
+        raise ValueError("A_log must be given with use_gate_in_kernel=True, got None")
+    for name, value in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if value is not None and not options.use_gate_in_kernel:
+            raise ValueError(f"{name} belongs to use_gate_in_kernel=True, which is False: g is ready without it")
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raises ValueError unless `value` is one of `choices`, and of its type: 1 is not True."""
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
 
 
 def check_segments(segments: int | None, part: Partition) -> None:

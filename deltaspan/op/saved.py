@@ -1,6 +1,6 @@
 """What a forward keeps for its backward, and the states at a rank's edges that both directions start from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -13,36 +13,63 @@ from deltaspan.op.view import RankView
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """Save mode `light`: what came from other ranks; all else is computed again from the operands. Read-only."""
+    """What came from other ranks and other segments, and in save mode `full` what the stages read again. Read-only."""
 
     context: Context
     options: Options
     shapes: tuple
-    entry: Tensor  # [n_entered, HV, K, V], true states at the start of the segments that state enters
-    maps: Tensor  # [B, HV, K, K], of the segments that pass it on inside a fragment
-    kept: Tensor  # of the forward's exchange, what the backward's needs: maps, as received or its own
+    entry: Tensor | None  # [n_entered, HV, K, V], true states at the start of the segments that state enters
+    maps: Tensor | None = None  # [B, HV, K, K], of the segments that pass it on inside a fragment
+    kept: Tensor | None = None  # of the forward's exchange, what the backward's needs: maps, as received or its own
+    tape: tuple[Tensor, ...] = ()  # what the tier keeps of its stages
+    versions: tuple[int, ...] = ()  # of the tensors, so that a change is noticed
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.entry, self.maps, self.kept
+    def boundary(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in (self.entry, self.maps, self.kept) if t is not None)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self.boundary, *self.tape
+
+    def of_mode(self, options: Options, tape: tuple[Tensor, ...] = ()) -> "Saved":
+        """What is kept of it, and of what the stages left. Without save_transfer maps are formed again in the backward,
+        and sent again where others compose them."""
+        maps, kept = (self.maps, self.kept) if options.save_transfer else (None, None)
+        return replace(self, maps=maps, kept=kept, tape=tape if options.save_mode == "full" else ())
+
+    def with_tensors(self, boundary: tuple[Tensor, ...], tape: tuple[Tensor, ...]) -> "Saved":
+        """The same with other tensors, or with none."""
+        entry, maps, kept = (*boundary, None, None, None)[:3]
+        return replace(self, entry=entry, maps=maps, kept=kept, tape=tape)
+
+    def sealed(self) -> "Saved":
+        """To be noticed if it is changed."""
+        return replace(self, versions=_versions(self.tensors))
 
 
-def check_saved(saved: object, context: Context, options: Options, x: Operands) -> None:
-    """Raises unless `saved` is None, or was kept by a forward of the same context, shapes and options."""
+def check_saved(saved: object, context: Context, options: Options, x: Operands, argument: str = "saved") -> None:
+    """Raises unless `saved` is None, or was kept by a forward of the same context, shapes and options, unchanged."""
     if saved is None:
         return
     if not isinstance(saved, Saved):
-        raise TypeError(f"saved must be what forward returned as its third result, got {type(saved).__name__}")
+        raise TypeError(f"{argument} must be what forward returned as its third result, got {type(saved).__name__}")
     if saved.context is not context:
-        raise ValueError("saved was kept by a forward with another context")
+        raise ValueError(f"{argument} was kept by a forward with another context")
     if saved.shapes != shapes(x):
-        raise ValueError(f"saved was kept by a forward with operands {saved.shapes}, got {shapes(x)}")
+        raise ValueError(f"{argument} was kept by a forward with operands {saved.shapes}, got {shapes(x)}")
     if saved.options != options:
-        raise ValueError(f"saved was kept by a forward with {saved.options}, got {options}")
+        raise ValueError(f"{argument} was kept by a forward with {saved.options}, got {options}")
+    if saved.versions != _versions(saved.tensors):
+        raise ValueError(f"{argument} holds a tensor that was changed in place since the forward")
 
 
 def shapes(x: Operands) -> tuple:
-    return tuple((tuple(t.shape), t.dtype) for t in x if t is not None)
+    return tuple(None if t is None else (tuple(t.shape), t.dtype) for t in x)
+
+
+def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple(0 if t.is_inference() else t._version for t in tensors)  # those of inference mode are not counted
 
 
 def start_states(cut: Segments, x: Operands) -> Tensor:

@@ -3,8 +3,9 @@
 import torch
 
 from deltaspan.op.context import Context
+from deltaspan.op.forward import stages
 from deltaspan.op.operands import check_heads
-from deltaspan.op.options import check_exchange, check_segments
+from deltaspan.op.options import Options, check_segments
 from deltaspan.op.view import RankView
 from deltaspan.plan import collective_bytes, retained_bytes
 
@@ -19,18 +20,22 @@ def comm_bytes(
     dtype: torch.dtype = torch.bfloat16,
     channels: int | None = None,
     exchange: str = "all_to_all",
+    boundary_mode: str = "saved",
+    save_transfer: bool = True,
 ) -> dict[str, tuple[int, int]] | list[dict[str, tuple[int, int]]]:
     """(sent, received) bytes of this rank by collective, for one layer's forward and backward; its own share counts.
 
     channels: of the convolution; None means those of a packed q | k | v row, 2 H K + HV V.
-    With a SimulatedGroup a list, one entry a rank. Raises ValueError for heads or an exchange that no call accepts.
+    exchange, boundary_mode, save_transfer: as given to the call. "replay" exchanges the forward's states twice.
+    With a SimulatedGroup a list, one entry a rank. Raises ValueError for heads or options that no call accepts.
     """
     check_heads(H, HV)
-    check_exchange(exchange)
+    options = Options(exchange=exchange, boundary_mode=boundary_mode, save_transfer=save_transfer)
     channels = 2 * H * K + HV * V if channels is None else channels
     heads = {"HV": HV, "K": K, "V": V, "state_size": _state_size(dtype), "exchange": exchange}
     rows = {"channels": channels, "width": ctx.conv_kernel_size, "row_size": dtype.itemsize}
-    return ctx._each(lambda view: collective_bytes(ctx.part, view.rank, **heads, **rows))
+    again = {"resend": options.keeps and not save_transfer, "replay": not options.keeps}
+    return ctx._each(lambda view: collective_bytes(ctx.part, view.rank, **heads, **rows, **again))
 
 
 def saved_bytes(
@@ -43,21 +48,31 @@ def saved_bytes(
     dtype: torch.dtype = torch.bfloat16,
     exchange: str = "all_to_all",
     segments: int | None = None,
+    save_mode: str = "light",
+    boundary_mode: str = "saved",
+    save_transfer: bool = True,
+    backend: str = "auto",
 ) -> int | list[int]:
     """Bytes that this rank keeps from a layer's forward to its backward, beyond the operands.
 
-    segments: as given to the call; None, as the context plans.
-
-    With a SimulatedGroup a list, one entry a rank. Raises ValueError for heads or an exchange that no call accepts.
+    exchange to backend: as given to the call.
+    With a SimulatedGroup a list, one entry a rank. Raises ValueError for heads or options that no call accepts.
     """
     check_heads(H, HV)
-    check_exchange(exchange)
+    options = Options(
+        exchange=exchange, segments=segments, save_mode=save_mode, boundary_mode=boundary_mode,
+        save_transfer=save_transfer, backend=backend,
+    )  # fmt: skip
     check_segments(segments, ctx.part)
-    heads = {"HV": HV, "K": K, "V": V, "state_size": _state_size(dtype), "exchange": exchange}
+    heads = {"HV": HV, "K": K, "V": V, "state_size": _state_size(dtype)}
 
     def of_rank(view: RankView) -> int:
+        if not options.keeps:
+            return 0
         cut = ctx._segments(view.rank, HV, segments)
-        return retained_bytes(ctx.part, view.rank, segments=cut, **heads)
+        states = retained_bytes(ctx.part, view.rank, segments=cut, transfers=save_transfer, exchange=exchange, **heads)
+        chunks = len(view.grid.start) if save_mode == "full" else 0
+        return states + stages(ctx, options).kept_bytes(chunks, **heads)
 
     return ctx._each(of_rank)
 

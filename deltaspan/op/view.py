@@ -39,6 +39,8 @@ class GroupView:
 
     n_out: tuple[int, ...]
     n_in: tuple[int, ...]
+    n_through: tuple[int, ...]
+    through: Tensor
     forward: tuple
     backward: tuple
     tokens: tuple[int, ...]
@@ -66,12 +68,15 @@ class GroupView:
 
 def group_view(part: Partition, device: torch.device) -> GroupView:
     links = chain_links(part)
-    columns = [column for step in (*links.forward, *links.backward) for column in step]
+    through = np.flatnonzero(part.crossing_in[part.crossing_out])  # out numbers
+    columns = [through, *(column for step in (*links.forward, *links.backward) for column in step)]
     next_column = iter(upload(device, columns)).__next__
-    n_out, n_in = crossings(part)
+    n_out, n_in, n_through = crossings(part)
     return GroupView(
         n_out=tuple(n_out.tolist()),
         n_in=tuple(n_in.tolist()),
+        n_through=tuple(n_through.tolist()),
+        through=next_column(),
         forward=tuple((next_column(), next_column()) for _ in links.forward),
         backward=tuple((next_column(), next_column(), next_column()) for _ in links.backward),
         tokens=tuple(part.tokens(rank) for rank in range(part.world_size)),
@@ -89,6 +94,7 @@ def rank_view(part: Partition, rank: int, group: GroupView, width: int, device: 
         "position_ids": np.arange(tokens) + np.repeat(offset - start, length),
         "token_ids": part.token_ids(rank),
         "empty_docs": np.flatnonzero(np.diff(part.chains().first) == 0)[: None if rank == 0 else 0],
+        "own_through": np.flatnonzero(part.crossing_in[own][part.crossing_out[own]]),
         "start": start,
         "length": length,
         "chunk_start": grid.start,
@@ -110,7 +116,17 @@ def rank_view(part: Partition, rank: int, group: GroupView, width: int, device: 
         edges=Edges(tokens, width, *map(take, ("start", "length", "history_row", "following_row"))),
         history=_route(take("send_index"), halo.send_counts, halo.recv_counts, quiet),
         following=_route(take("head_send_index"), halo.head_send_counts, halo.tail_recv_counts, quiet),
-        seams=Seams(rank, group.n_out, group.n_in, group.forward, group.backward, lambda: _hops(part, rank, device)),
+        seams=Seams(
+            rank=rank,
+            n_out=group.n_out,
+            n_in=group.n_in,
+            n_through=group.n_through,
+            through=group.through,
+            own_through=take("own_through"),
+            forward=group.forward,
+            backward=group.backward,
+            make_hops=lambda: _hops(part, rank, device),
+        ),
         **t,
     )
 

@@ -225,10 +225,10 @@ def rank_segments(fragments: int, longest: int, *, hv: int, sm_count: int, rule:
     """Segments per fragment of one rank, from its count of fragments and the chunks of the longest.
 
     Raises:
-        ValueError: an unknown rule, one of a row, a negative count of fragments, or another count below 1.
+        ValueError: an unknown rule, one of a row, a negative `fragments` or `longest`, or another count below 1.
     """
     check_rule(rule, of_row=False)
-    as_int("fragments", fragments, minimum=0)
+    fragments, longest = as_int("fragments", fragments, minimum=0), as_int("longest", longest, minimum=0)
     to = _target(rule, hv, sm_count)
     return RULES[rule].choose(fragments, longest, to) if fragments else 1
 

@@ -22,7 +22,8 @@ class SegmentTable(NamedTuple):
     joined: np.ndarray  # [J], segments that state leaves for the next of their fragment
     left: np.ndarray  # [n_left], segments that state leaves
     entered: np.ndarray  # [n_entered], segments that it enters
-    bridges: np.ndarray  # [B], segments of cut fragments that it enters and leaves: their maps carry it both ways
+    passing: np.ndarray  # [n], segments that it enters and leaves: their maps carry it both ways
+    bridges: np.ndarray  # [B], those of them whose fragments are cut
 
 
 Index = TypeVar("Index")  # integers: np.ndarray here, a tensor where they are used
@@ -67,8 +68,9 @@ def segment_table(part: Partition, rank: int, segments: int) -> SegmentTable:
     rows = part.rows(rank)
     left = goes_on | part.crossing_out[rows][fragment]
     entered = comes_on | part.crossing_in[rows][fragment]
-    bridges = left & entered & (goes_on | comes_on)
-    return SegmentTable(fragment, starts[held], count[held], *map(np.flatnonzero, (goes_on, left, entered, bridges)))
+    passing = left & entered
+    chosen = goes_on, left, entered, passing, passing & (goes_on | comes_on)
+    return SegmentTable(fragment, starts[held], count[held], *map(np.flatnonzero, chosen))
 
 
 def passages(part: Partition, rank: int, table: SegmentTable) -> tuple[Passage, Passage]:

@@ -23,6 +23,8 @@ def collective_bytes(
     width: int,
     row_size: int,
     exchange: str,
+    resend: bool = False,
+    replay: bool = False,
 ) -> dict[str, tuple[int, int]]:
     """(sent, received) bytes of one rank by collective, for one layer's forward and backward; its own share counts.
 
@@ -30,25 +32,30 @@ def collective_bytes(
     and `halo_gradient` to the convolution over `channels` channels. `state_size` and `row_size` are the bytes of one
     element of a state and of a convolution row; gradients of rows travel in the state's type. What is gathered is sent
     once. A ring's hops are counted together.
+
+    resend: the backward sends the maps again that were not kept. replay: it runs the forward's exchange again.
     """
-    n_out, n_in = crossings(part)
+    n_out, n_in, n_through = crossings(part)
     own = len(head_ranges(HV, part.world_size)[rank])
     state, pair = K * V * state_size, (K * V + K * K) * state_size
     mine_out, mine_in, all_out, all_in = (int(x) for x in (n_out[rank], n_in[rank], n_out.sum(), n_in.sum()))
+    maps = (K * K * state_size * int(n) if resend else 0 for n in (n_through[rank], n_through.sum()))
+    mine_maps, all_maps = maps
+    twice = 2 if replay else 1
     states = {
         "all_to_all": {
-            "summaries": (pair * HV * mine_out, pair * own * all_out),
-            "entry_states": (state * own * all_in, state * HV * mine_in),
-            "adjoint_offsets": (state * HV * mine_in, state * own * all_in),
+            "summaries": (twice * pair * HV * mine_out, twice * pair * own * all_out),
+            "entry_states": (twice * state * own * all_in, twice * state * HV * mine_in),
+            "adjoint_offsets": (HV * (state * mine_in + mine_maps), own * (state * all_in + all_maps)),
             "exit_adjoints": (state * own * all_out, state * HV * mine_out),
         },
         "ring": {
-            "entry_states": (state * HV * mine_out, state * HV * mine_in),
+            "entry_states": (twice * state * HV * mine_out, twice * state * HV * mine_in),
             "exit_adjoints": (state * HV * mine_in, state * HV * mine_out),
         },
         "all_gather": {
-            "summaries": (pair * HV * mine_out, pair * HV * all_out),
-            "adjoint_offsets": (state * HV * mine_in, state * HV * all_in),
+            "summaries": (twice * pair * HV * mine_out, twice * pair * HV * all_out),
+            "adjoint_offsets": (HV * (state * mine_in + mine_maps), HV * (state * all_in + all_maps)),
         },
     }[exchange]
     halo = halo_plan(part, width, rank)
@@ -61,16 +68,30 @@ def collective_bytes(
 
 
 def retained_bytes(
-    part: Partition, rank: int, *, HV: int, K: int, V: int, state_size: int, exchange: str, segments: int
+    part: Partition,
+    rank: int,
+    *,
+    HV: int,
+    K: int,
+    V: int,
+    state_size: int,
+    exchange: str,
+    segments: int,
+    transfers: bool = True,
 ) -> int:
-    """Bytes that one rank keeps from forward to backward beyond the operands: states at the start of segments that
-    state enters, maps of those that pass it on, and what the exchange's way back needs."""
-    n_out, n_in = crossings(part)
-    own = len(head_ranges(HV, part.world_size)[rank])
-    maps = {
-        "all_to_all": n_out.sum() * own * (K * V + K * K),
-        "ring": n_out[rank] * HV * K * K,
-        "all_gather": n_out.sum() * HV * (K * V + K * K),
-    }[exchange]
+    """Bytes of states and maps that one rank keeps from forward to backward: states at the start of segments that state
+    enters, and with `transfers` the maps of segments that pass it on and what the exchange's way back needs."""
     table = segment_table(part, rank, segments)
-    return state_size * int(HV * K * (len(table.entered) * V + len(table.bridges) * K) + maps)
+    numbers = HV * K * V * len(table.entered)
+    if transfers:
+        n_out, *_ = crossings(part)
+        own = len(head_ranges(HV, part.world_size)[rank])
+        numbers += (
+            HV * K * K * len(table.bridges)
+            + {
+                "all_to_all": n_out.sum() * own * (K * V + K * K),
+                "ring": n_out[rank] * HV * K * K,
+                "all_gather": n_out.sum() * HV * (K * V + K * K),
+            }[exchange]
+        )
+    return state_size * int(numbers)

@@ -59,11 +59,11 @@ def chunk_grid(part: Partition, rank: int) -> ChunkGrid:
     )
 
 
-def crossings(part: Partition) -> tuple[np.ndarray, np.ndarray]:
-    """Fragments that state leaves and that it enters, counted by rank: two int64 arrays [W]."""
+def crossings(part: Partition) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Fragments that state leaves, that it enters, and that it does both, counted by rank: three int64 arrays [W]."""
     return tuple(
-        np.add.reduceat(np.append(column, 0), part.rank_rows[:-1]) * (np.diff(part.rank_rows) > 0)
-        for column in (part.crossing_out.astype(np.int64), part.crossing_in.astype(np.int64))
+        np.add.reduceat(np.append(column, 0).astype(np.int64), part.rank_rows[:-1]) * (np.diff(part.rank_rows) > 0)
+        for column in (part.crossing_out, part.crossing_in, part.crossing_out & part.crossing_in)
     )
 
 
@@ -119,7 +119,7 @@ class RingHop(NamedTuple):
 def ring_hops(part: Partition, rank: int) -> tuple[list[RingHop], list[RingHop]]:
     """The steps of `chain_links` as one rank sees them: forward from out numbers to in numbers, backward the
     reverse."""
-    n_out, n_in = (np.cumsum(np.append(0, counts)) for counts in crossings(part))
+    n_out, n_in = (np.cumsum(np.append(0, counts)) for counts in crossings(part)[:2])
     links = chain_links(part)
 
     def hop(source: tuple, source_in: tuple, target: tuple) -> RingHop:

@@ -115,7 +115,8 @@ def test_backward_stages_give_the_gradients_of_the_recurrence(problem, unit_keys
     final = torch.randn_like(problem.states)
     entering, found = run_backward(problem, final)
     *_, expected = problem.oracle(problem.states, final=final)
-    for tensor, truth in zip((*found, entering), expected, strict=True):
+    assert found[5:] == (None, None)
+    for tensor, truth in zip((*found[:5], entering), expected, strict=True):
         close(tensor, truth)
 
 

@@ -8,9 +8,11 @@ from deltaspan.kernels.torch.adjoint import adjoint_prep, adjoint_summary, adjoi
 from deltaspan.kernels.torch.conv import activate, activation_gradient, conv_gradients, preactivation
 from deltaspan.kernels.torch.gradients import gradients
 from deltaspan.kernels.torch.prep import prep
-from deltaspan.kernels.torch.walk import merge, summary, walk
+from deltaspan.kernels.torch.tapes import KEPT_TENSORS, keep, kept_bytes, restore
+from deltaspan.kernels.torch.walk import merge, summary, transfer, walk
 
 __all__ = [
+    "KEPT_TENSORS",
     "activate",
     "activation_gradient",
     "adjoint_prep",
@@ -18,9 +20,13 @@ __all__ = [
     "adjoint_walk",
     "conv_gradients",
     "gradients",
+    "keep",
+    "kept_bytes",
     "merge",
     "preactivation",
     "prep",
+    "restore",
     "summary",
+    "transfer",
     "walk",
 ]

@@ -19,13 +19,15 @@ from torch import Tensor
 
 from deltaspan.kernels.torch.adjoint import Adjoint, Costates
 from deltaspan.kernels.torch.chunks import full_precision, to_tokens
+from deltaspan.kernels.torch.inputs import raw_gradients
 from deltaspan.kernels.torch.prep import LOWEST_DECAY
 from deltaspan.kernels.torch.walk import States
 
 
 @full_precision()
-def gradients(adjoint: Adjoint, states: States, costates: Costates) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk [T, H, K] and dv [T, HV, V] in the operands' type, dg and dbeta [T, HV] in that of the states."""
+def gradients(adjoint: Adjoint, states: States, costates: Costates) -> tuple[Tensor | None, ...]:
+    """dq, dk [T, H, K] and dv [T, HV, V] in the operands' type, dg and dbeta [T, HV] in that of the states, dA_log and
+    ddt_bias [HV] like them or None."""
     t, (S, U), (D, dU) = adjoint.tape, states, costates
     X = t.solve.mT @ dU
     dW = t.beta * X
@@ -50,17 +52,13 @@ def gradients(adjoint: Adjoint, states: States, costates: Costates) -> tuple[Ten
         + (t.gamma * (D * S).sum((-2, -1), keepdim=True))[..., 0]
     )
 
-    q, k, v, g, beta = t.operands
+    q, k, v, *_ = t.operands
     group = v.shape[1] // k.shape[1]
     dq, dk = (x.unflatten(1, (-1, group)).sum(2) for x in (dq, dk))
-    dg, dbeta = (to_tokens(x, like, t.grid, x.dtype) for x, like in ((dg, g), (dbeta, beta)))
-    return (
-        to_tokens(dq, q, t.grid, q.dtype),
-        to_tokens(dk, k, t.grid, k.dtype),
-        to_tokens(dW, v, t.grid, v.dtype),
-        torch.where(g < LOWEST_DECAY, 0, dg),
-        dbeta,
-    )
+    dq, dk, dg, dbeta = (to_tokens(x, v, t.grid, x.dtype) for x in (dq, dk, dg, dbeta))
+    dg = torch.where(t.g < LOWEST_DECAY, 0, dg)
+    dq, dk, dg, dbeta, dA_log, ddt_bias = raw_gradients(t.operands, t.raw, dq, dk, dg, dbeta, t.grid.tokens)
+    return dq.to(q.dtype), dk.to(k.dtype), to_tokens(dW, v, t.grid, v.dtype), dg, dbeta, dA_log, ddt_bias
 
 
 def _sums_before(x: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltaspan.kernels.stages import Grid
+from deltaspan.kernels.stages import READY, Grid, Raw
 from deltaspan.kernels.torch.chunks import full_precision, to_chunks
+from deltaspan.kernels.torch.inputs import ready
 
 LOWEST_DECAY = -1000.0  # exp of it is zero in FP64 too; finite, so that differences of running sums are
 LONGEST_KEY = 1.03  # |k|^2 of a unit key rounded to bf16 or fp16 stays below 1.01
@@ -27,6 +28,8 @@ class Tape(NamedTuple):
     """The chunks of one rank, [NC, HV, 64, ...] unless said otherwise, in the type of the states."""
 
     operands: tuple[Tensor, ...]  # q, k, v, g, beta as given
+    raw: Raw  # how they are given
+    g: Tensor  # [T, HV], ready
     grid: Grid
     scale: float
     q: Tensor
@@ -49,11 +52,14 @@ class Tape(NamedTuple):
 
 @full_precision()
 def prep(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grid: Grid, *, scale: float, unit_keys: bool
-) -> Tape:
-    """Prepares every chunk; q, k [T, H, K], v [T, HV, V], g and beta [T, HV]."""
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grid: Grid, *, scale: float,
+    unit_keys: bool, raw: Raw = READY,
+) -> Tape:  # fmt: skip
+    """Prepares every chunk; q, k [T, H, K], v [T, HV, V], g and beta [T, HV], ready or raw."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = v.shape[1] // k.shape[1]
+    operands = q, k, v, g, beta
+    q, k, g, beta = ready(q, k, g, beta, raw, dtype)
     qc, kc = (to_chunks(x, grid, dtype) for x in (q, k))
     kk, qk = kc @ kc.mT, (qc @ kc.mT).tril()
     broken = (kk.diagonal(dim1=-2, dim2=-1) > LONGEST_KEY) & unit_keys
@@ -79,7 +85,9 @@ def prep(
     gamma = torch.where(broken[..., -1:, :], torch.nan, gamma)
 
     return Tape(
-        operands=(q, k, v, g, beta),
+        operands=operands,
+        raw=raw,
+        g=g,
         grid=grid,
         scale=scale,
         q=qc,

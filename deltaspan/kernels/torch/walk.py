@@ -35,13 +35,21 @@ def summary(tape: Tape, runs: Runs, entry: Tensor) -> tuple[Tensor, Tensor]:
     entry [n, HV, K, V] -> M [n, HV, K, K], b [n, HV, K, V].
     """
     state = entry[runs.order]
-    M = torch.eye(entry.shape[-2], dtype=entry.dtype, device=entry.device).expand(*entry.shape[:2], -1, -1).clone()
     for step, n in enumerate(runs.active):
         c = runs.first[:n] + step
-        gamma, rk, w = tape.gamma[c], tape.rk[c].mT, tape.w[c]
-        state[:n] = gamma * state[:n] + rk @ (tape.u[c] - w @ state[:n])
-        M[:n] = gamma * M[:n] - rk @ (w @ M[:n])
-    return M[runs.inverse], state[runs.inverse]
+        state[:n] = tape.gamma[c] * state[:n] + tape.rk[c].mT @ (tape.u[c] - tape.w[c] @ state[:n])
+    return transfer(tape, runs), state[runs.inverse]
+
+
+@full_precision()
+def transfer(tape: Tape, runs: Runs) -> Tensor:
+    """The maps M [n, HV, K, K] of `summary` alone."""
+    HV, K = tape.rk.shape[1], tape.rk.shape[-1]
+    M = torch.eye(K, dtype=tape.rk.dtype, device=tape.rk.device).expand(len(runs.order), HV, -1, -1).clone()
+    for step, n in enumerate(runs.active):
+        c = runs.first[:n] + step
+        M[:n] = tape.gamma[c] * M[:n] - tape.rk[c].mT @ (tape.w[c] @ M[:n])
+    return M[runs.inverse]
 
 
 @full_precision()

@@ -1,0 +1,77 @@
+"""Operands as they come from a model's projections, made ready for the recurrence; and the gradients back to them.
+
+    l2norm      q, k <- x / sqrt(|x|^2 + 1e-6), a row of zeros staying one
+    gate        g <- -exp(A_log) softplus(g + dt_bias)
+    sigmoid     beta <- sigmoid(beta), or twice that (negative eigenvalues)
+
+The conventions of flash-linear-attention. All arithmetic is in the type of the states, and nothing is rounded between.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from deltaspan.kernels.stages import Raw
+
+EPSILON = 1e-6  # flash-linear-attention's
+NEARLY_EXP = -30.0  # below it log softplus(x) is x up to e^x / 2, which FP64 does not show
+
+
+def ready(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, raw: Raw, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k, g and beta as the recurrence takes them, in `dtype` where they are changed."""
+    if raw.l2norm:
+        q, k = (x.to(dtype) * _inverse_length(x.to(dtype)) for x in (q, k))
+    if raw.A_log is not None:
+        g = _gate(_biased(g, raw, dtype), raw.A_log.to(dtype))
+    if raw.sigmoid:
+        beta = raw.largest_beta * beta.to(dtype).sigmoid()
+    return q, k, g, beta
+
+
+def raw_gradients(
+    operands: tuple[Tensor, ...], raw: Raw, dq: Tensor, dk: Tensor, dg: Tensor, dbeta: Tensor, tokens: int
+) -> tuple[Tensor | None, ...]:
+    """From the gradients of ready operands to those of the given ones, and of A_log and dt_bias [HV].
+
+    tokens: those that a fragment holds; what stands behind them in a padded buffer is not read.
+    """
+    q, k, _, g, beta = (x[:tokens] for x in operands)
+    dA_log = ddt_bias = None
+    if raw.l2norm:
+        dq[:tokens], dk[:tokens] = _l2norm_gradient(q, dq[:tokens]), _l2norm_gradient(k, dk[:tokens])
+    if raw.A_log is not None:
+        dg[:tokens], dA_log, ddt_bias = _gate_gradients(g, dg[:tokens], raw)
+    if raw.sigmoid:
+        s = beta.to(dbeta.dtype).sigmoid()
+        dbeta[:tokens] *= raw.largest_beta * s * (1 - s)
+    return dq, dk, dg, dbeta, dA_log, ddt_bias
+
+
+def _l2norm_gradient(x: Tensor, dready: Tensor) -> Tensor:
+    x = x.to(dready.dtype)
+    r = _inverse_length(x)
+    y = x * r
+    return r * (dready - y * (dready * y).sum(-1, keepdim=True))
+
+
+def _gate_gradients(g: Tensor, dready: Tensor, raw: Raw) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of g [T, HV], A_log and dt_bias. Where the ready g is below -1000 its gradient is zero, and so are these."""
+    x, A_log = _biased(g, raw, dready.dtype), raw.A_log.to(dready.dtype)
+    slope, gate = ((A_log + logsigmoid(x)).exp(), _gate(x, A_log))
+    dg, dlog = (torch.where(dready == 0, 0, dready * factor) for factor in (-slope, gate))
+    return dg, dlog.sum(0), None if raw.dt_bias is None else dg.sum(0)
+
+
+def _inverse_length(x: Tensor) -> Tensor:
+    return (x.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
+
+
+def _biased(g: Tensor, raw: Raw, dtype: torch.dtype) -> Tensor:
+    return g.to(dtype) if raw.dt_bias is None else g.to(dtype) + raw.dt_bias.to(dtype)
+
+
+def _gate(x: Tensor, A_log: Tensor) -> Tensor:
+    """-exp(A_log) softplus(x) by one exponential of a sum, so that neither factor overflows or vanishes by itself."""
+    softplus = torch.logaddexp(x.clamp(min=NEARLY_EXP), x.new_zeros(()))
+    log_softplus = torch.where(x < NEARLY_EXP, x, softplus.log())
+    return -(A_log + log_softplus).exp()

@@ -1,0 +1,72 @@
+"""From what users give to what programs take: one `Operands` for each rank that runs here, and back."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltaspan.op.context import Context
+from deltaspan.op.operands import Operands, check_operands
+from deltaspan.op.options import Options, check_gate, check_segments
+
+Shards = Tensor | list[Tensor]
+
+
+def options_of(ctx: Context, **given: Any) -> Options:
+    """The options of a call.
+
+    Raises:
+        TypeError, ValueError: as `Options.of`, and for a context that is none or a partition that cannot be cut so.
+    """
+    if not isinstance(ctx, Context):
+        raise TypeError(f"ctx must be a Context, from deltaspan.build_context, got {type(ctx).__name__}")
+    options = Options.of(**given)
+    check_segments(options.segments, ctx.part)
+    return options
+
+
+def operands_of(
+    ctx: Context,
+    options: Options,
+    q: Shards,
+    k: Shards,
+    v: Shards,
+    g: Shards,
+    beta: Shards,
+    initial_state: Shards | None,
+    A_log: Shards | None,
+    dt_bias: Shards | None,
+) -> list[Operands]:
+    """Checked, without the batch axis."""
+    columns = [ctx._listed(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))]
+    further = {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
+    columns += [ctx._replicated(name, x) for name, x in further.items()]
+    for _, a, b in zip(ctx._views, *columns[-2:], strict=True):
+        check_gate(options, a, b)
+    return [
+        check_operands(
+            *row,
+            raw_g=options.use_gate_in_kernel,
+            raw_beta=options.use_beta_sigmoid_in_kernel,
+            tokens=view.tokens,
+            padded=ctx.part.world_size == 1,
+            documents=ctx.part.num_documents,
+            device=ctx.device,
+        )
+        for view, *row in zip(ctx._views, *columns, strict=True)
+    ]
+
+
+def as_autocast(x: Operands) -> Operands:
+    """Under autocast q, k and v are cast as for a matrix product: all but FP64, to the type that it names."""
+    device = x.q.device.type
+    if not torch.is_autocast_enabled(device) or x.q.dtype == torch.float64:
+        return x
+    narrow = torch.get_autocast_dtype(device)
+    return x._replace(q=x.q.to(narrow), k=x.k.to(narrow), v=x.v.to(narrow))
+
+
+def batched(ctx: Context, outputs: Any, q: Shards) -> Shards:
+    """Outputs [T, HV, V] with a batch axis where q has one."""
+    given = ctx._listed("q", q)
+    return ctx._unlisted([o.unsqueeze(0) if x.dim() == 4 else o for o, x in zip(outputs, given, strict=True)])

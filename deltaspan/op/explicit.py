@@ -1,0 +1,103 @@
+"""Each direction of the operation by itself, without autograd."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltaspan.op.arguments import Shards, batched, operands_of, options_of
+from deltaspan.op.backward import Gradients, backward_program
+from deltaspan.op.context import Context
+from deltaspan.op.forward import forward_program
+from deltaspan.op.operands import check_like
+from deltaspan.op.saved import Saved, check_saved
+from deltaspan.op.together import any_state_crosses
+
+
+@any_state_crosses
+@torch.no_grad()
+def forward(
+    q: Shards,
+    k: Shards,
+    v: Shards,
+    g: Shards,
+    beta: Shards,
+    ctx: Context,
+    *,
+    initial_state: Shards | None = None,
+    A_log: Shards | None = None,
+    dt_bias: Shards | None = None,
+    **options: Any,
+) -> tuple[Shards, Shards | None, Saved | list[Saved] | None]:
+    """`chunk_gated_delta_rule` without autograd, and with operands as they are, also under autocast.
+
+    Its third result is what `backward` takes as `saved`; None with boundary_mode="replay", which keeps nothing.
+    """
+    options = options_of(ctx, **options)
+    ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias)
+    done = ctx._transport.run(
+        [forward_program(ctx, view, x, options) for view, x in zip(ctx._views, ranks, strict=True)]
+    )
+    final = ctx._unlisted([f.final_state for f in done]) if options.output_final_state else None
+    saved = ctx._unlisted([f.saved.of_mode(options, f.tape).sealed() for f in done]) if options.keeps else None
+    return batched(ctx, [f.o for f in done], q), final, saved
+
+
+@any_state_crosses
+@torch.no_grad()
+def backward(
+    q: Shards,
+    k: Shards,
+    v: Shards,
+    g: Shards,
+    beta: Shards,
+    ctx: Context,
+    do: Shards,
+    *,
+    dfinal_state: Shards | None = None,
+    saved: Saved | list[Saved] | None = None,
+    initial_state: Shards | None = None,
+    A_log: Shards | None = None,
+    dt_bias: Shards | None = None,
+    **options: Any,
+) -> Gradients | list[Gradients]:
+    """The gradients of `forward` for do [1, T, HV, V] and dfinal_state [N, HV, K, V], with its operands and options.
+
+    saved: what `forward` returned; None runs its summaries and exchange again, with the same bits.
+    dfinal_state counts on the rank on which a document's final state stands.
+
+    Returns:
+        Gradients: dq, dk, dv in the operands' type, the rest fp32 (fp64 beside such operands), in their shapes; dq, dk
+        and dv are views of one packed row where q, k and v are.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, or a saved set of another call.
+    """
+    options = options_of(ctx, **options)
+    ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias)
+    kept = ctx._listed("saved", saved) if saved is not None else [None] * len(ranks)
+    dos = [check_like("do", t, x.v.shape, ctx.device) for t, x in zip(ctx._listed("do", do), ranks, strict=True)]
+    dfinals = [
+        None if t is None else check_like("dfinal_state", t, x.state_shape(ctx.part.num_documents), ctx.device)
+        for t, x in zip(ctx._replicated("dfinal_state", dfinal_state), ranks, strict=True)
+    ]
+    for s, x in zip(kept, ranks, strict=True):
+        check_saved(s, ctx, options, x)
+    done = ctx._transport.run(
+        [
+            backward_program(ctx, view, x, options, *rest)
+            for view, x, *rest in zip(ctx._views, ranks, dos, dfinals, kept, strict=True)
+        ]
+    )
+    operands = zip(*(ctx._listed("", t) for t in (q, k, v, g, beta)), strict=True)
+    return ctx._unlisted(
+        [
+            Gradients(*(_shaped(grad, t) for grad, t in zip(grads, given, strict=False)), *grads[len(given) :])
+            for grads, given in zip(done, operands, strict=True)
+        ]
+    )
+
+
+def _shaped(grad: Tensor, like: Tensor) -> Tensor:
+    """With the batch axis of its operand, as a view."""
+    return grad.unsqueeze(0) if like.dim() > grad.dim() else grad
