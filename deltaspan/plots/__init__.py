@@ -1,1 +1,1 @@
-"""Pictures of plain records: partitions and curves, as PNG files or as text; no live objects, only what JSON holds."""
+"""Pictures and tables of plain records: partitions, plans and curves, as PNG files or as text."""
