@@ -1,0 +1,57 @@
+"""Compiles a kernel of this tier for sm_90a on any machine, without a GPU, and reads what the compiler made of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+TRITON = triton.__version__
+SM_90 = GPUTarget("cuda", 90, 32)
+ALIGNED = [["tt.divisibility", 16]]  # as torch allocates
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", re.MULTILINE)
+
+
+class Compiled(NamedTuple):
+    """What one kernel takes of a multiprocessor."""
+
+    registers: int  # a thread
+    stack: int  # bytes a thread, for what does not fit: spills
+    shared: int  # bytes a program
+    instructions: Counter[str]  # SASS, by opcode
+
+    @property
+    def spills(self) -> int:
+        """Loads and stores of local memory."""
+        return self.instructions["LDL"] + self.instructions["STL"]
+
+
+def compile_ahead(kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any], num_warps: int) -> Compiled:
+    """arguments: the type of each that is no constant, as Triton writes it, such as "*bf16" or "i32"."""
+    names = list(kernel.arg_names)
+    signature = {name: arguments.get(name, "constexpr") for name in names}
+    where = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(names.index(name),): ALIGNED for name, kind in arguments.items() if kind.startswith("*")}
+    source = GluonASTSource(kernel, signature, where, aligned)
+    made = triton.compile(source, target=SM_90, options={"num_warps": num_warps})
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(made.asm["cubin"])
+        usage, sass = _dump("-res-usage", cubin), _dump("-sass", cubin)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, f"cuobjdump says otherwise than it used to: {usage}"
+    instructions = Counter(name for name in INSTRUCTION.findall(sass) if name != "NOP")
+    return Compiled(int(found[1]), int(found[2]), made.metadata.shared, instructions)
+
+
+def _dump(what: str, cubin: Path) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout

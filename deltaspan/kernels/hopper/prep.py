@@ -1,0 +1,295 @@
+"""What one chunk does without its state, for sm_90: one warp a chunk and key head, all value heads of the group in it.
+
+    A = (I + tril(beta K K^T, -1))^-1 diag(beta)        G = running sum of g / ln 2
+
+A is the decay-free inverse with beta taken in: u = (E o A) V and w = (E o A) a K, with E and a as in the torch tier. It
+is also (diag(1/beta) + tril(K K^T, -1))^-1, which makes the off-diagonal merges free of beta:
+
+    A_ii    16 x 16, row r: a_r = beta_r (e_r + sum_(j < r) n_rj a_j)       fp32 on the CUDA cores, a lane a column
+    A_ba = A_bb n_ba A_aa                                                  16 -> 32 -> 64, tensor cores
+
+with n = -K K^T, formed once for the group. Merges take fp16 operands as hi + lo, three products each, 22 bits: one
+alone (11 bits) misses the bf16 floor for collinear keys. Everything between the loads of k and the stores of A stays in
+registers but for the 16-blocks.
+
+Tokens are relabelled inside a 16-block, position 8 t + 2 q + e for token 4 q + 2 t + e, so that a lane's accumulators
+are four neighbouring columns; products do not care about labels.
+"""
+
+import torch
+from torch import Tensor
+
+from deltaspan.kernels.hopper.gluon import gl, gluon, mma_v2
+
+CHUNK = gl.constexpr(64)
+HEAD_DIM = gl.constexpr(128)
+LOG2_E = gl.constexpr(1.4426950408889634)
+LOWEST_DECAY = gl.constexpr(-110.0)  # e^-110 is zero in fp32; more would only cost the running sum its low bits
+LONGEST_KEY = gl.constexpr(1.03)  # |k|^2 of a unit key rounded to bf16 stays below 1.01
+
+
+@gluon.jit
+def prep_kernel(k, g, beta, chunks, A, G, broken, NC, H: gl.constexpr, GROUP: gl.constexpr):
+    """k [T, H, 128] bf16, g and beta [T, H * GROUP], chunks [NC, 2] int32: first token and tokens of each.
+
+    A [HV, NC, 64, 64] bf16, G [HV, NC, 64] fp32; broken [H, NC] int32: the first row whose key breaks the promise of
+    unit keys, 64 if there is none. Beyond a chunk's tokens rows and columns of A are zero, and G goes on with its last
+    value. One program for each chunk and key head, heads first.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
+    ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    HV: gl.constexpr = H * GROUP
+    h = gl.program_id(0) % H
+    c = gl.program_id(0) // H
+    start = gl.load(chunks + 2 * c).to(gl.int64)
+    n = gl.load(chunks + 2 * c + 1)
+
+    row = gl.arange(0, CHUNK, layout=ROW)
+    at = (start + row) * HV + h * GROUP
+    betas = ()
+    decays = ()
+    for e in gl.static_range(GROUP):
+        betas = betas + (gl.load(beta + at + e, mask=row < n, other=0.0).to(gl.float32),)
+        decays = decays + (gl.load(g + at + e, mask=row < n, other=0.0),)
+
+    # n = -K K^T by 16-blocks of the lower half
+    keys = k + start * (H * HEAD_DIM) + h * HEAD_DIM
+    k0 = load_keys(keys, 0, n, H, MMA)
+    k1 = load_keys(keys, 16, n, H, MMA)
+    k2 = load_keys(keys, 32, n, H, MMA)
+    k3 = load_keys(keys, 48, n, H, MMA)
+    r0 = as_right(k0, MMA)
+    r1 = as_right(k1, MMA)
+    r2 = as_right(k2, MMA)
+    r3 = as_right(k3, MMA)
+    zero = gl.zeros([16, 16], gl.float32, MMA)
+    n00 = -mma_v2(k0, r0, zero)
+    n11 = -mma_v2(k1, r1, zero)
+    n22 = -mma_v2(k2, r2, zero)
+    n33 = -mma_v2(k3, r3, zero)
+    n10, m10 = halves(-mma_v2(k1, r0, zero))
+    n20, m20 = halves(-mma_v2(k2, r0, zero))
+    n30, m30 = halves(-mma_v2(k3, r0, zero))
+    n21, m21 = halves(-mma_v2(k2, r1, zero))
+    n31, m31 = halves(-mma_v2(k3, r1, zero))
+    n32, m32 = halves(-mma_v2(k3, r2, zero))
+
+    first = gl.minimum(
+        gl.minimum(first_long(n00, 0, MMA), first_long(n11, 16, MMA)),
+        gl.minimum(first_long(n22, 32, MMA), first_long(n33, 48, MMA)),
+    )
+    gl.store(broken + h.to(gl.int64) * NC + c, first)
+
+    # the diagonal blocks, two at a time: pairs (0, 1) and (2, 3)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    HALF: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
+    diagonal = gl.allocate_shared_memory(gl.float32, [2, 2, 256], PLAIN)
+    strengths = gl.allocate_shared_memory(gl.float32, [GROUP * 2, 2, 16], PLAIN)
+    hi = gl.allocate_shared_memory(gl.float16, [GROUP * 2, 32, 16], HALF)  # A_ii transposed: [column, row], positions
+    lo = gl.allocate_shared_memory(gl.float16, [GROUP * 2, 32, 16], HALF)
+    diagonal.index(0).slice(0, 1, 0).store(gl.reshape(by_token(n00), (1, 256)))
+    diagonal.index(0).slice(1, 1, 0).store(gl.reshape(by_token(n11), (1, 256)))
+    diagonal.index(1).slice(0, 1, 0).store(gl.reshape(by_token(n22), (1, 256)))
+    diagonal.index(1).slice(1, 1, 0).store(gl.reshape(by_token(n33), (1, 256)))
+    for e in gl.static_range(GROUP):
+        b0, b1 = gl.split(gl.permute(gl.reshape(betas[e], (2, 32)), (1, 0)))
+        strengths.index(e * 2).store(gl.reshape(b0, (2, 16)))
+        strengths.index(e * 2 + 1).store(gl.reshape(b1, (2, 16)))
+        decay = gl.where(decays[e] < LOWEST_DECAY, LOWEST_DECAY, decays[e])  # a NaN stays one
+        summed = gl.associative_scan(decay, 0, add) * LOG2_E
+        gl.store(G + ((h * GROUP + e).to(gl.int64) * NC + c) * CHUNK + row, summed)
+    for pair in range(2):
+        solve_pair(diagonal, strengths, hi, lo, pair, GROUP)
+
+    for e in range(GROUP):
+        out = A + ((h * GROUP + e).to(gl.int64) * NC + c) * (CHUNK * CHUNK)
+        merge(out, hi, lo, e * 2, n10, m10, n20, m20, n30, m30, n21, m21, n31, m31, n32, m32, MMA)
+
+
+@gluon.jit
+def solve_pair(diagonal, strengths, hi, lo, pair, GROUP: gl.constexpr):
+    """Two diagonal blocks of every value head by forward substitution: hi + lo of A_ii, transposed, by position."""
+    CUBE: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 16, 1], [1, 1, 1], [2, 1, 0])  # block, column, row
+    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, CUBE)))[None, None, :]
+    column = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, CUBE)))[None, :]
+    solved = ()
+    for e in gl.static_range(GROUP):
+        solved = solved + (gl.zeros([2, 16, 16], gl.float32, CUBE),)
+    for i in gl.static_range(16):
+        ni = diagonal.index(pair).slice(i * 16, 16, 1).load(gl.SliceLayout(1, CUBE))[:, None, :]
+        unit = gl.where(column == i, 1.0, 0.0)
+        longer = ()
+        for e in gl.static_range(GROUP):
+            x = solved[e]
+            a = gl.sum(gl.where(row < i, ni * x, -0.0), 2) + unit
+            a = a * strengths.index(e * 2 + pair).slice(i, 1, 1).load(gl.SliceLayout(2, CUBE))
+            longer = longer + (gl.where(row == i, a[:, :, None], x),)
+        solved = longer
+    for e in gl.static_range(GROUP):
+        x = gl.reshape(solved[e], (2, 4, 2, 2, 4, 2, 2))  # columns (q, t, e), then rows (q, t, e)
+        x = gl.reshape(gl.permute(x, (0, 2, 1, 3, 5, 4, 6)), (32, 16))
+        h, l = halves(x)
+        hi.index(e * 2 + pair).store(h)
+        lo.index(e * 2 + pair).store(l)
+
+
+@gluon.jit
+def merge(
+    out, hi, lo, first, n10, m10, n20, m20, n30, m30, n21, m21, n31, m31, n32, m32, MMA: gl.constexpr,
+):  # fmt: skip
+    """One value head's A from its diagonal blocks (pairs `first` and `first + 1` of hi, lo) and n (n + m)."""
+    zero = gl.zeros([16, 16], gl.float32, MMA)
+    clear(out + 32, 32, 32)
+    clear(out + 16, 16, 16)
+    clear(out + 32 * CHUNK + 48, 16, 16)
+    t0h, t0l = block(hi, lo, first, 0, True, MMA)  # A_00^T
+    t1h, t1l = block(hi, lo, first, 1, True, MMA)
+    t2h, t2l = block(hi, lo, first + 1, 0, True, MMA)
+    d1h, d1l = block(hi, lo, first, 1, False, MMA)  # A_11
+    d3h, d3l = block(hi, lo, first + 1, 1, False, MMA)
+    # blocks (1, 0) and (3, 2)
+    zh, zl = halves(product(t0h, t0l, as_right(n10, MMA), as_right(m10, MMA), zero))  # (n_10 A_00)^T
+    yh, yl = halves(product(t2h, t2l, as_right(n32, MMA), as_right(m32, MMA), zero))
+    a10 = product(d1h, d1l, as_right(zh, MMA), as_right(zl, MMA), zero)
+    s10 = product(as_left(zh, MMA), as_left(zl, MMA), as_right(d1h, MMA), as_right(d1l, MMA), zero)  # A_10^T
+    a32 = product(d3h, d3l, as_right(yh, MMA), as_right(yl, MMA), zero)
+    put(out + 16 * CHUNK, a10)
+    put(out + 48 * CHUNK + 32, a32)
+    put(out + 16 * CHUNK + 16, joined(d1h, d1l, MMA))
+    put(out + 48 * CHUNK + 48, joined(d3h, d3l, MMA))
+    sh, sl = halves(s10)
+    sh = as_left(sh, MMA)
+    sl = as_left(sl, MMA)
+    fh, fl = halves(a32)
+    fh = as_left(fh, MMA)
+    fl = as_left(fl, MMA)
+    # blocks (2, 0) to (3, 1): z_ba^T = sum over columns of (n A)^T
+    z20 = product(t0h, t0l, as_right(n20, MMA), as_right(m20, MMA), zero)
+    z20 = product(sh, sl, as_right(n21, MMA), as_right(m21, MMA), z20)
+    z30 = product(t0h, t0l, as_right(n30, MMA), as_right(m30, MMA), zero)
+    z30 = product(sh, sl, as_right(n31, MMA), as_right(m31, MMA), z30)
+    z21 = product(t1h, t1l, as_right(n21, MMA), as_right(m21, MMA), zero)
+    z31 = product(t1h, t1l, as_right(n31, MMA), as_right(m31, MMA), zero)
+    d2h, d2l = block(hi, lo, first + 1, 0, False, MMA)
+    h20, l20 = halves(z20)
+    h21, l21 = halves(z21)
+    h30, l30 = halves(z30)
+    h31, l31 = halves(z31)
+    put(out + 32 * CHUNK, product(d2h, d2l, as_right(h20, MMA), as_right(l20, MMA), zero))
+    put(out + 32 * CHUNK + 16, product(d2h, d2l, as_right(h21, MMA), as_right(l21, MMA), zero))
+    a30 = product(fh, fl, as_right(h20, MMA), as_right(l20, MMA), zero)
+    put(out + 48 * CHUNK, product(d3h, d3l, as_right(h30, MMA), as_right(l30, MMA), a30))
+    a31 = product(fh, fl, as_right(h21, MMA), as_right(l21, MMA), zero)
+    put(out + 48 * CHUNK + 16, product(d3h, d3l, as_right(h31, MMA), as_right(l31, MMA), a31))
+    put(out + 32 * CHUNK + 32, joined(d2h, d2l, MMA))
+    d0h, d0l = block(hi, lo, first, 0, False, MMA)
+    put(out, joined(d0h, d0l, MMA))
+
+
+@gluon.jit
+def load_keys(keys, first, n, H: gl.constexpr, MMA: gl.constexpr):
+    """16 keys [positions, 128] from row `first` on as a left operand, zero beyond the chunk: 16-byte loads, channels
+    relabelled so that they are the operand's registers."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
+    position = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
+    channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
+    token = first + ((position >> 1) & 3) * 4 + (position >> 3) * 2 + (position & 1)
+    x = gl.load(keys + token[:, None] * (H * HEAD_DIM) + channel[None, :], mask=(token < n)[:, None], other=0.0)
+    x = gl.permute(gl.reshape(x, (16, HEAD_DIM // 32, 4, 2, 2, 2)), (0, 1, 3, 4, 2, 5))
+    return gl.convert_layout(gl.reshape(x, (16, HEAD_DIM)), gl.DotOperandLayout(0, MMA, 2))
+
+
+@gluon.jit
+def first_long(n_ii, first, MMA: gl.constexpr):
+    """The first row of a diagonal block, counted in the chunk, whose key is too long to be a unit key; 64 for none."""
+    position = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))[:, None]
+    other = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))[None, :]
+    token = first + ((position >> 1) & 3) * 4 + (position >> 3) * 2 + (position & 1)
+    return gl.min(gl.min(gl.where((position == other) & (-n_ii > LONGEST_KEY), token, CHUNK), 1), 0)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def halves(x):
+    """fp32 as a sum of two fp16."""
+    high = x.to(gl.float16)
+    return high, (x - high.to(gl.float32)).to(gl.float16)
+
+
+@gluon.jit
+def product(left_high, left_low, right_high, right_low, acc):
+    """acc + left right, of fp16 halves, but for the product of the lows."""
+    acc = mma_v2(left_low, right_high, acc)
+    acc = mma_v2(left_high, right_low, acc)
+    return mma_v2(left_high, right_high, acc)
+
+
+@gluon.jit
+def as_right(x, MMA: gl.constexpr):
+    """[n, k], an accumulator or a left operand, as the right operand [k, n]; within registers."""
+    return gl.convert_layout(gl.permute(x, (1, 0)), gl.DotOperandLayout(1, MMA, 2))
+
+
+@gluon.jit
+def as_left(x, MMA: gl.constexpr):
+    return gl.convert_layout(x, gl.DotOperandLayout(0, MMA, 2))
+
+
+@gluon.jit
+def block(hi, lo, pair, which: gl.constexpr, TRANSPOSED: gl.constexpr, MMA: gl.constexpr):
+    """Halves of a diagonal block A_ii as left operands, or of A_ii^T, as which it is stored."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    high = hi.index(pair).slice(which * 16, 16, 0)
+    low = lo.index(pair).slice(which * 16, 16, 0)
+    if not TRANSPOSED:
+        high = high.permute((1, 0))
+        low = low.permute((1, 0))
+    return high.load(LEFT), low.load(LEFT)
+
+
+@gluon.jit
+def joined(high, low, MMA: gl.constexpr):
+    return gl.convert_layout(high, MMA).to(gl.float32) + gl.convert_layout(low, MMA).to(gl.float32)
+
+
+@gluon.jit
+def by_token(x):
+    """[16, 16] by position -> by token; within registers."""
+    x = gl.permute(gl.reshape(x, (2, 4, 2, 2, 4, 2)), (1, 0, 2, 4, 3, 5))
+    return gl.reshape(x, (16, 16))
+
+
+@gluon.jit
+def put(out, x):
+    """Stores a block of A, 8 bytes a lane."""
+    TILE: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [2, 0]], [[0, 4], [0, 8], [1, 0], [4, 0], [8, 0]], [], [], [16, 16]
+    )
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, TILE))
+    column = gl.arange(0, 16, layout=gl.SliceLayout(0, TILE))
+    gl.store(out + row[:, None] * CHUNK + column[None, :], gl.convert_layout(by_token(x.to(gl.bfloat16)), TILE))
+
+
+@gluon.jit
+def clear(out, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [1, 1], [1, 0])
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, TILE))
+    gl.store(out + row[:, None] * CHUNK + column[None, :], gl.zeros([ROWS, COLUMNS], gl.bfloat16, TILE))
+
+
+def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Launches the kernel; k [T, H, 128] bf16, g [T, HV] fp32, beta [T, HV] fp32 or bf16, all dense; chunks [NC, 2]
+    int32. Returns A [HV, NC, 64, 64] bf16, G [HV, NC, 64] fp32 and broken [H, NC] int32 as the kernel has them.
+    """
+    NC, H, HV = len(chunks), k.shape[1], g.shape[1]
+    A = k.new_empty(HV, NC, 64, 64)
+    G = g.new_empty(HV, NC, 64)
+    broken = torch.empty(H, NC, dtype=torch.int32, device=k.device)
+    if NC:
+        prep_kernel[(NC * H,)](k, g, beta, chunks, A, G, broken, NC, H=H, GROUP=HV // H, num_warps=1)
+    return A, G, broken
