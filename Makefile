@@ -3,6 +3,7 @@
 PYTHON ?= python3# any Python from 3.11 on; `make clean` before changing it
 TORCH ?= torch==2.13.0# what is installed if PYTHON has no torch of its own
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu# where from; empty: where pip looks anyway
+TRITONS ?= triton==3.6.0 triton# what kernels are compiled with: the release that torch 2.11 brings, and the newest
 ARGS ?=# handed on, e.g. make demo ARGS="--ranks 2", make test ARGS="-k layout"
 
 VENV := .venv
@@ -12,7 +13,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install
 # Runs a command in silence; if it fails, shows what it said.
 quietly = { $(1); } >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 
-.PHONY: demo test clean
+.PHONY: demo test kernels clean
 
 demo: $(VENV)/installed
 	@$(PY) -m deltaspan demo $(ARGS)
@@ -21,6 +22,17 @@ test: $(VENV)/installed
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@$(PY) -m pytest $(ARGS)
+	@$(MAKE) --no-print-directory kernels
+
+# Compiles every kernel for sm_90a, which needs no GPU, with each release by itself; and those of the tests.
+kernels: $(VENV)/installed
+	@for release in $(TRITONS); do \
+	    folder=$(CURDIR)/$(VENV)/$$release; \
+	    [ -d "$$folder" ] || { $(call quietly,$(PIP) --no-deps --target "$$folder" "$$release"); }; \
+	    export PYTHONPATH="$$folder" TRITON_CACHE_DIR=$(CURDIR)/$(VENV)/triton-cache; \
+	    { $(PY) -m deltaspan.bench.compile && $(PY) -m pytest -q -m triton; } 2>$(VENV)/kernels.log || { \
+	        cat $(VENV)/kernels.log; exit 1; }; \
+	done
 
 clean:
 	rm -rf $(VENV) deltaspan.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -14,6 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from deltaspan.kernels.hopper.gluon import COMPILED_WITH
+
 TRITON = triton.__version__
 SM_90 = GPUTarget("cuda", 90, 32)
 ALIGNED = [["tt.divisibility", 16]]  # as torch allocates
@@ -41,7 +43,7 @@ def compile_ahead(kernel: Any, arguments: Mapping[str, str], constants: Mapping[
     where = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(names.index(name),): ALIGNED for name, kind in arguments.items() if kind.startswith("*")}
     source = GluonASTSource(kernel, signature, where, aligned)
-    made = triton.compile(source, target=SM_90, options={"num_warps": num_warps})
+    made = triton.compile(source, target=SM_90, options={"num_warps": num_warps, **COMPILED_WITH})
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(made.asm["cubin"])

@@ -17,6 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # of the threads of a partition; renamed after Triton 3.6
 
 
+COMPILED_WITH = {"enable_fp_fusion": True}  # said in every launch, since Triton 3.10 changes what is assumed
+
+
 @gluon.jit
 def exp2(x):
     """2^x in fp32, where the library's own leaves a branch for every element."""
@@ -24,6 +27,7 @@ def exp2(x):
 
 
 __all__ = [
+    "COMPILED_WITH",
     "barrier",
     "exp2",
     "fence_async_shared",

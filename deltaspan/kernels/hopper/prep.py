@@ -19,7 +19,7 @@ are four neighbouring columns; products do not care about labels.
 import torch
 from torch import Tensor
 
-from deltaspan.kernels.hopper.gluon import gl, gluon, mma_v2
+from deltaspan.kernels.hopper.gluon import COMPILED_WITH, gl, gluon, mma_v2
 
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
@@ -291,5 +291,5 @@ def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor) -> tuple[Tensor, Te
     G = g.new_empty(HV, NC, 64)
     broken = torch.empty(H, NC, dtype=torch.int32, device=k.device)
     if NC:
-        prep_kernel[(NC * H,)](k, g, beta, chunks, A, G, broken, NC, H=H, GROUP=HV // H, num_warps=1)
+        prep_kernel[(NC * H,)](k, g, beta, chunks, A, G, broken, NC, H=H, GROUP=HV // H, num_warps=1, **COMPILED_WITH)
     return A, G, broken
