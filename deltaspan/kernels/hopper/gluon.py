@@ -3,6 +3,8 @@
 Written for Gluon as Triton 3.6 to 3.9 have it, an interface that Triton calls experimental.
 """
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -13,10 +15,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # of the threads of a partition; renamed after Triton 3.6
+# Renamed after Triton 3.6, where the old names stay behind and raise.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of the threads of a partition
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # (tiles, place, mbarrier, shared)
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # (tiles, place, shared)
+store_wait = tma.store_wait
 
 
+TYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 COMPILED_WITH = {"enable_fp_fusion": True}  # said in every launch, since Triton 3.10 changes what is assumed
 
 
@@ -26,6 +34,12 @@ def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1)
 
 
+def tiles(x: Tensor, *block: int) -> TensorDescriptor:
+    """A tensor of rows as the copy engine sees it, in blocks of this shape, swizzled as matrix products want it."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), TYPES[x.dtype])
+    return TensorDescriptor.from_tensor(x, list(block), layout)
+
+
 __all__ = [
     "COMPILED_WITH",
     "barrier",
@@ -33,8 +47,12 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "load_tile",
     "mbarrier",
     "mma_v2",
+    "store_tile",
+    "store_wait",
+    "tiles",
     "tma",
     "warpgroup_mma",
     "warpgroup_mma_wait",

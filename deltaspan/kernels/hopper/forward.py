@@ -1,0 +1,287 @@
+"""The walk over states and the output, fused, for sm_90: one program a segment and value head.
+
+With C = 64 tokens a chunk, in the transposed form that the tensor cores want (S^T [V, K] stays in registers, and is the
+left operand of every product of the chain), A and G of the prep stage, a = 2^G, E_ij = 2^(G_i - G_j) for i >= j:
+
+    X = diag(2^(G_C - G)) A^T K            W = scale E o (tril(Q K^T) A)
+    R^T = V^T - a (S^T K^T)                what each token writes, before A mixes them
+    O^T = scale a (S^T Q^T) + R^T W^T      S^T <- 2^(G_C) S^T + R^T X
+
+Four partitions: two warpgroups walk, one on each half of V; one prepares X, W and a for the next chunk, off the chain;
+one warp loads. Rows behind a fragment's end, which the loads take from the next document, are set to zero in shared
+memory before anything is computed from them.
+
+A key that breaks the promise of unit keys turns the outputs from its row on, and the state that leaves its chunk, into
+NaN: by the factor a of what is read from the state, and of the state itself, not by what meets the rows before in
+products.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from deltaspan.kernels.hopper.gluon import (
+    COMPILED_WITH,
+    barrier,
+    exp2,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    store_tile,
+    store_wait,
+    tiles,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Three stages fill the shared memory. The walk holds S (64 registers), U, Q or O (32), and operands; 184 is what it needs.
+LAUNCH = {"STAGES": 3, "CHAIN_REGISTERS": 184, "PREPARE_REGISTERS": 120}
+
+CHUNK = gl.constexpr(64)
+HEAD_DIM = gl.constexpr(128)
+HALF = gl.constexpr(64)  # of V, a warpgroup's share
+TILE_BYTES = gl.constexpr(64 * 128 * 2)  # of q, k or v
+
+
+@gluon.jit
+def forward_kernel(
+    q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, o, entry, exit, broken, segments, NC, scale, scale_log2,
+    H: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr,
+    PREPARE_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Tiles (descriptors): q, k [T, H * 128], v [T, HV * 128] by [64, 128]; A [HV * NC * 64, 64] by [64, 64]; G
+    [HV * NC, 64] by [1, 64] fp32; o [T, HV * 128] by [64, 64].
+
+    o [T, HV, 128] bf16; entry [S, HV, K, V] fp32, exit [E, HV, K, V] fp32; broken [H, NC] int32; segments [S, 5] int32:
+    first token, end, first chunk, place in entry, place in exit or -1. Programs: segments, then heads.
+    """
+    HV: gl.constexpr = H * GROUP
+    segment = segments + (gl.program_id(0) // HV) * 5
+    hv = gl.program_id(0) % HV
+    begin = gl.load(segment)
+    end = gl.load(segment + 1)
+    chunk = gl.load(segment + 2)
+    source = gl.load(segment + 3)
+    target = gl.load(segment + 4)
+    n = (end - begin + CHUNK - 1) // CHUNK
+
+    qs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], q_tiles.layout)
+    ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], k_tiles.layout)
+    vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], v_tiles.layout)
+    ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], A_tiles.layout)  # A, and W in its place
+    gs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], G_tiles.layout)
+    xs = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    writes = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)  # a, for what is written
+    reads = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)  # a, for what is read and for the state
+    os = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], o_tiles.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(STAGES):
+        mbarrier.init(full.index(j), count=1)
+        mbarrier.init(empty.index(j), count=2)
+    for j in gl.static_range(2):
+        mbarrier.init(ready.index(j), count=1)
+        mbarrier.init(free.index(j), count=2)
+
+    h = hv // GROUP
+    gl.warp_specialize(
+        [
+            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os.index(0), full, empty, ready, free,
+                    begin, end, n, source, target, hv, HV, scale, 0, STAGES)),
+            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os.index(1), full, empty, ready, free,
+                    begin, end, n, source, target, hv, HV, scale, HALF, STAGES)),
+            (prepare, (qs, ks, vs, ws, gs, xs, writes, reads, full, ready, free, broken + h * NC + chunk, begin, end, n,
+                       scale_log2, STAGES)),
+            (load, (q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin,
+                    hv * NC + chunk, n, h * HEAD_DIM, hv * HEAD_DIM, STAGES)),
+        ],
+        [4, 4, 1],
+        [CHAIN_REGISTERS, PREPARE_REGISTERS, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def load(
+    q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin, row, n, key_column,
+    value_column, STAGES: gl.constexpr,
+):  # fmt: skip
+    stage = 0
+    phase = 0
+    for i in range(n):
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), 3 * TILE_BYTES + CHUNK * CHUNK * 2 + CHUNK * 4)
+        token = begin + i * CHUNK
+        load_tile(k_tiles, [token, key_column], full.index(stage), ks.index(stage))
+        load_tile(q_tiles, [token, key_column], full.index(stage), qs.index(stage))
+        load_tile(A_tiles, [(row + i) * CHUNK, 0], full.index(stage), ws.index(stage))
+        load_tile(G_tiles, [row + i, 0], full.index(stage), gs.index(stage))
+        load_tile(v_tiles, [token, value_column], full.index(stage), vs.index(stage))
+        stage = stage + 1
+        phase = gl.where(stage == STAGES, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES, 0, stage)
+
+
+@gluon.jit
+def prepare(
+    qs, ks, vs, ws, gs, xs, writes, reads, full, ready, free, broken, begin, end, n, scale_log2, STAGES: gl.constexpr
+):
+    """X, W and a of every chunk, two ahead at most."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
+    low = row[:, None] >= column[None, :]
+    token = gl.arange(0, CHUNK, layout=FLAT)
+    stage = 0
+    phase = 0
+    for i in range(n):
+        b = i & 1
+        mbarrier.wait(free.index(b), ((i >> 1) & 1) ^ 1)
+        first_broken = gl.load(broken + i)
+        mbarrier.wait(full.index(stage), phase)
+        q = qs.index(stage)
+        k = ks.index(stage)
+        a = ws.index(stage)
+        G = gs.index(stage).reshape([CHUNK])
+        held = end - begin - i * CHUNK
+        if held < CHUNK:
+            clear_behind(q, held)
+            clear_behind(k, held)
+            clear_behind(vs.index(stage), held)
+            fence_async_shared()
+            barrier()
+        P = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+        P = warpgroup_mma(q, k.permute((1, 0)), P, is_async=True)
+        decay = exp2(G.load(FLAT))
+        writes.index(b).store(decay)
+        reads.index(b).store(gl.where(token >= first_broken, float("nan"), decay))
+        at = a.permute((1, 0)).load(LEFT)
+        P = warpgroup_mma_wait(0, deps=[P, q, k])[0]
+        p = gl.convert_layout(gl.where(low, P, 0.0).to(gl.bfloat16), LEFT)
+        W = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+        W = warpgroup_mma(p, a, W, is_async=True)
+        G_row = G.load(gl.SliceLayout(1, ACC))
+        G_column = G.load(gl.SliceLayout(0, ACC))
+        to_end = exp2(G.slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(1, ACC)) - G_row)
+        E = exp2(gl.where(low, G_row[:, None] - G_column[None, :], -float("inf")) + scale_log2)
+        W = warpgroup_mma_wait(0, deps=[W, p, a])[0]
+        w = (W * E).to(gl.bfloat16)
+        barrier()  # every warp has read A
+        a.store(w)
+        for half in gl.static_range(2):
+            X = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+            X = warpgroup_mma(at, k.slice(half * CHUNK, CHUNK, 1), X, is_async=True)
+            X = warpgroup_mma_wait(0, deps=[X, at, k])[0]
+            xs.index(b).slice(half * CHUNK, CHUNK, 1).store((X * to_end[:, None]).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(ready.index(b), count=1)
+        stage = stage + 1
+        phase = gl.where(stage == STAGES, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES, 0, stage)
+
+
+@gluon.jit
+def clear_behind(tile, held):
+    """Sets the rows of a tile [64, 128] from `held` on to zero, whatever stands there."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))
+    x = tile.load(WIDE)
+    tile.store(gl.where((row < held)[:, None], x, gl.zeros([CHUNK, HEAD_DIM], gl.bfloat16, WIDE)))
+
+
+@gluon.jit
+def walk(
+    o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os, full, empty, ready, free, begin, end, n, source,
+    target, hv, HV, scale, FIRST: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The chain over 64 of the channels of V, from FIRST on."""
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    value = gl.arange(0, HALF, layout=gl.SliceLayout(1, STATE))
+    key = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
+    size = HEAD_DIM * HEAD_DIM
+    S = gl.load(entry + (source * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + (FIRST + value)[:, None])
+    stage = 0
+    phase = 0
+    for i in range(n):
+        b = i & 1
+        k = ks.index(stage)
+        q = qs.index(stage)
+        x = xs.index(b)
+        w = ws.index(stage)
+        s = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.wait(ready.index(b), (i >> 1) & 1)
+        U = gl.zeros([HALF, CHUNK], gl.float32, ACC)
+        U = warpgroup_mma(s, k.permute((1, 0)), U, is_async=True)
+        U = warpgroup_mma_wait(0, deps=[U, s, k])[0]
+        v = vs.index(stage).slice(FIRST, HALF, 1).permute((1, 0)).load(ACC)
+        written = writes.index(b).load(gl.SliceLayout(0, ACC))
+        read = reads.index(b).load(gl.SliceLayout(0, ACC))
+        gamma = reads.index(b).slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, STATE))
+        R = (v.to(gl.float32) - written[None, :] * U).to(gl.bfloat16)
+        S = S * gamma[None, :]
+        Q = gl.zeros([HALF, CHUNK], gl.float32, ACC)
+        Q = warpgroup_mma(s, q.permute((1, 0)), Q, is_async=True)
+        r = gl.convert_layout(R, STATE_LEFT)
+        S = warpgroup_mma(r, x, S, is_async=True)
+        Q = warpgroup_mma_wait(1, deps=[Q])
+        O = Q * (read * scale)[None, :]
+        r2 = gl.convert_layout(R, LEFT)
+        O = warpgroup_mma(r2, w.permute((1, 0)), O, is_async=True)
+        S, O, s, r, r2, x, w, q = warpgroup_mma_wait(0, deps=[S, O, s, r, r2, x, w, q])
+        out = O.to(gl.bfloat16)
+        store_wait(0)
+        barrier()
+        os.permute((1, 0)).store(out)
+        fence_async_shared()
+        barrier()
+        token = begin + i * CHUNK
+        if token + CHUNK <= end:
+            store_tile(o_tiles, [token, hv * HEAD_DIM + FIRST], os)
+        else:  # a tile would overwrite the next document
+            row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))
+            channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE))
+            at = (token + row).to(gl.int64)[:, None] * (HV * HEAD_DIM) + hv * HEAD_DIM + FIRST + channel[None, :]
+            gl.store(o + at, os.load(WIDE), mask=((token + row) < end)[:, None])
+        mbarrier.arrive(free.index(b), count=1)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage = stage + 1
+        phase = gl.where(stage == STAGES, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES, 0, stage)
+    if target >= 0:
+        # through the assembler, so that no address of this store is kept in registers all along the walk
+        late = gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
+        at = (target * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + (FIRST + late)[:, None]
+        gl.store(exit + at, S)
+    store_wait(0)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, A: Tensor, G: Tensor, broken: Tensor, entry: Tensor, segments: Tensor,
+    exits: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16; A, G, broken of `prep`; entry [S, HV, K, V] fp32;
+    segments as the kernel has them. Returns o like v and the exit states [exits, HV, K, V] of segments that ask for it.
+    """
+    (T, H, D), HV, NC = k.shape, v.shape[1], A.shape[1]
+    o, exit = torch.empty_like(v), entry.new_empty(exits, *entry.shape[1:])
+    if len(segments):
+        rows = (tiles(x.view(T, -1), 64, D) for x in (q, k, v))
+        chunks = tiles(A.view(-1, 64), 64, 64), tiles(G.view(-1, 64), 1, 64), tiles(o.view(T, -1), 64, 64)
+        forward_kernel[(len(segments) * HV,)](
+            *rows, *chunks, o, entry, exit, broken, segments, NC, scale, math.log2(scale),
+            H=H, GROUP=HV // H, num_warps=4, **LAUNCH, **COMPILED_WITH,
+        )  # fmt: skip
+    return o, exit
