@@ -11,6 +11,9 @@ Four partitions: two warpgroups walk, one on each half of V; one prepares X, W a
 one warp loads. Rows behind a fragment's end, which the loads take from the next document, are set to zero in shared
 memory before anything is computed from them.
 
+Without output the same walk gives a segment's exit state alone, for its summary. It may then begin late: what decays
+below the smallest fp32 number until the end of the segment cannot be felt there.
+
 A key that breaks the promise of unit keys turns the outputs from its row on, and the state that leaves its chunk, into
 NaN: by the factor a of what is read from the state, and of the state itself, not by what meets the rows before in
 products.
@@ -36,27 +39,30 @@ from deltaspan.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from deltaspan.kernels.hopper.prep import Prepared
 
-# Three stages fill the shared memory. The walk holds S (64 registers), U, Q or O (32), and operands; 184 is what it needs.
+# Three stages fill the shared memory. A walk holds S in 64 registers, U, Q and O in 32 each, and operands.
 LAUNCH = {"STAGES": 3, "CHAIN_REGISTERS": 184, "PREPARE_REGISTERS": 120}
 
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
 HALF = gl.constexpr(64)  # of V, a warpgroup's share
+NOTHING = gl.constexpr(-155.0)  # 2^-149 is the smallest fp32 number, a state of 32 then too
 TILE_BYTES = gl.constexpr(64 * 128 * 2)  # of q, k or v
 
 
 @gluon.jit
 def forward_kernel(
-    q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, o, entry, exit, broken, segments, NC, scale, scale_log2,
-    H: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr,
-    PREPARE_REGISTERS: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, o, entry, exit, broken, reach, segments, NC, scale,
+    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, OUTPUT: gl.constexpr, STAGES: gl.constexpr,
+    CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles (descriptors): q, k [T, H * 128], v [T, HV * 128] by [64, 128]; A [HV * NC * 64, 64] by [64, 64]; G
     [HV * NC, 64] by [1, 64] fp32; o [T, HV * 128] by [64, 64].
 
-    o [T, HV, 128] bf16; entry [S, HV, K, V] fp32, exit [E, HV, K, V] fp32; broken [H, NC] int32; segments [S, 5] int32:
-    first token, end, first chunk, place in entry, place in exit or -1. Programs: segments, then heads.
+    o [T, HV, 128] bf16; entry [S, HV, K, V] fp32, exit [E, HV, K, V] fp32; broken [H, NC] int32; reach [HV, NC] fp32;
+    segments [S, 5] int32: first token, end, first chunk, place in entry, place in exit or -1. Programs: segments, then
+    heads. Without OUTPUT neither q nor o is touched.
     """
     HV: gl.constexpr = H * GROUP
     segment = segments + (gl.program_id(0) // HV) * 5
@@ -67,8 +73,15 @@ def forward_kernel(
     source = gl.load(segment + 3)
     target = gl.load(segment + 4)
     n = (end - begin + CHUNK - 1) // CHUNK
+    felt = 1.0
+    if not OUTPUT:
+        skipped = n - chunks_felt(reach + hv.to(gl.int64) * NC + chunk, n)
+        felt = gl.where(skipped > 0, 0.0, 1.0)
+        begin = begin + skipped * CHUNK
+        chunk = chunk + skipped
+        n = n - skipped
 
-    qs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], q_tiles.layout)
+    qs = gl.allocate_shared_memory(gl.bfloat16, [STAGES if OUTPUT else 1, CHUNK, HEAD_DIM], q_tiles.layout)
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], k_tiles.layout)
     vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], v_tiles.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], A_tiles.layout)  # A, and W in its place
@@ -93,13 +106,13 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os.index(0), full, empty, ready, free,
-                    begin, end, n, source, target, hv, HV, scale, 0, STAGES)),
+                    begin, end, n, source, target, hv, HV, scale, felt, 0, STAGES, OUTPUT)),
             (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os.index(1), full, empty, ready, free,
-                    begin, end, n, source, target, hv, HV, scale, HALF, STAGES)),
+                    begin, end, n, source, target, hv, HV, scale, felt, HALF, STAGES, OUTPUT)),
             (prepare, (qs, ks, vs, ws, gs, xs, writes, reads, full, ready, free, broken + h * NC + chunk, begin, end, n,
-                       scale_log2, STAGES)),
+                       scale_log2, STAGES, OUTPUT)),
             (load, (q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin,
-                    hv * NC + chunk, n, h * HEAD_DIM, hv * HEAD_DIM, STAGES)),
+                    hv * NC + chunk, n, h * HEAD_DIM, hv * HEAD_DIM, STAGES, OUTPUT)),
         ],
         [4, 4, 1],
         [CHAIN_REGISTERS, PREPARE_REGISTERS, 24],
@@ -109,16 +122,17 @@ def forward_kernel(
 @gluon.jit
 def load(
     q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin, row, n, key_column,
-    value_column, STAGES: gl.constexpr,
+    value_column, STAGES: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     stage = 0
     phase = 0
     for i in range(n):
         mbarrier.wait(empty.index(stage), phase ^ 1)
-        mbarrier.expect(full.index(stage), 3 * TILE_BYTES + CHUNK * CHUNK * 2 + CHUNK * 4)
+        mbarrier.expect(full.index(stage), (3 if OUTPUT else 2) * TILE_BYTES + CHUNK * CHUNK * 2 + CHUNK * 4)
         token = begin + i * CHUNK
         load_tile(k_tiles, [token, key_column], full.index(stage), ks.index(stage))
-        load_tile(q_tiles, [token, key_column], full.index(stage), qs.index(stage))
+        if OUTPUT:
+            load_tile(q_tiles, [token, key_column], full.index(stage), qs.index(stage))
         load_tile(A_tiles, [(row + i) * CHUNK, 0], full.index(stage), ws.index(stage))
         load_tile(G_tiles, [row + i, 0], full.index(stage), gs.index(stage))
         load_tile(v_tiles, [token, value_column], full.index(stage), vs.index(stage))
@@ -129,8 +143,9 @@ def load(
 
 @gluon.jit
 def prepare(
-    qs, ks, vs, ws, gs, xs, writes, reads, full, ready, free, broken, begin, end, n, scale_log2, STAGES: gl.constexpr
-):
+    qs, ks, vs, ws, gs, xs, writes, reads, full, ready, free, broken, begin, end, n, scale_log2, STAGES: gl.constexpr,
+    OUTPUT: gl.constexpr,
+):  # fmt: skip
     """X, W and a of every chunk, two ahead at most."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -146,35 +161,38 @@ def prepare(
         mbarrier.wait(free.index(b), ((i >> 1) & 1) ^ 1)
         first_broken = gl.load(broken + i)
         mbarrier.wait(full.index(stage), phase)
-        q = qs.index(stage)
+        q = qs.index(stage if OUTPUT else 0)
         k = ks.index(stage)
         a = ws.index(stage)
         G = gs.index(stage).reshape([CHUNK])
         held = end - begin - i * CHUNK
         if held < CHUNK:
-            clear_behind(q, held)
+            if OUTPUT:
+                clear_behind(q, held)
             clear_behind(k, held)
             clear_behind(vs.index(stage), held)
             fence_async_shared()
             barrier()
-        P = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
-        P = warpgroup_mma(q, k.permute((1, 0)), P, is_async=True)
+        if OUTPUT:
+            P = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+            P = warpgroup_mma(q, k.permute((1, 0)), P, is_async=True)
         decay = exp2(G.load(FLAT))
         writes.index(b).store(decay)
         reads.index(b).store(gl.where(token >= first_broken, float("nan"), decay))
         at = a.permute((1, 0)).load(LEFT)
-        P = warpgroup_mma_wait(0, deps=[P, q, k])[0]
-        p = gl.convert_layout(gl.where(low, P, 0.0).to(gl.bfloat16), LEFT)
-        W = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
-        W = warpgroup_mma(p, a, W, is_async=True)
         G_row = G.load(gl.SliceLayout(1, ACC))
-        G_column = G.load(gl.SliceLayout(0, ACC))
         to_end = exp2(G.slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(1, ACC)) - G_row)
-        E = exp2(gl.where(low, G_row[:, None] - G_column[None, :], -float("inf")) + scale_log2)
-        W = warpgroup_mma_wait(0, deps=[W, p, a])[0]
-        w = (W * E).to(gl.bfloat16)
-        barrier()  # every warp has read A
-        a.store(w)
+        if OUTPUT:
+            P = warpgroup_mma_wait(0, deps=[P, q, k])[0]
+            p = gl.convert_layout(gl.where(low, P, 0.0).to(gl.bfloat16), LEFT)
+            W = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+            W = warpgroup_mma(p, a, W, is_async=True)
+            G_column = G.load(gl.SliceLayout(0, ACC))
+            E = exp2(gl.where(low, G_row[:, None] - G_column[None, :], -float("inf")) + scale_log2)
+            W = warpgroup_mma_wait(0, deps=[W, p, a])[0]
+            w = (W * E).to(gl.bfloat16)
+            barrier()  # every warp has read A
+            a.store(w)
         for half in gl.static_range(2):
             X = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             X = warpgroup_mma(at, k.slice(half * CHUNK, CHUNK, 1), X, is_async=True)
@@ -200,24 +218,25 @@ def clear_behind(tile, held):
 @gluon.jit
 def walk(
     o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os, full, empty, ready, free, begin, end, n, source,
-    target, hv, HV, scale, FIRST: gl.constexpr, STAGES: gl.constexpr,
+    target, hv, HV, scale, felt, FIRST: gl.constexpr, STAGES: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """The chain over 64 of the channels of V, from FIRST on."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     value = gl.arange(0, HALF, layout=gl.SliceLayout(1, STATE))
     key = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
     size = HEAD_DIM * HEAD_DIM
     S = gl.load(entry + (source * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + (FIRST + value)[:, None])
+    if not OUTPUT:
+        S = gl.where(felt > 0.0, S, 0.0)
     stage = 0
     phase = 0
     for i in range(n):
         b = i & 1
         k = ks.index(stage)
-        q = qs.index(stage)
+        q = qs.index(stage if OUTPUT else 0)
         x = xs.index(b)
         w = ws.index(stage)
         s = gl.convert_layout(S.to(gl.bfloat16), LEFT)
@@ -232,29 +251,21 @@ def walk(
         gamma = reads.index(b).slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, STATE))
         R = (v.to(gl.float32) - written[None, :] * U).to(gl.bfloat16)
         S = S * gamma[None, :]
-        Q = gl.zeros([HALF, CHUNK], gl.float32, ACC)
-        Q = warpgroup_mma(s, q.permute((1, 0)), Q, is_async=True)
         r = gl.convert_layout(R, STATE_LEFT)
-        S = warpgroup_mma(r, x, S, is_async=True)
-        Q = warpgroup_mma_wait(1, deps=[Q])
-        O = Q * (read * scale)[None, :]
-        r2 = gl.convert_layout(R, LEFT)
-        O = warpgroup_mma(r2, w.permute((1, 0)), O, is_async=True)
-        S, O, s, r, r2, x, w, q = warpgroup_mma_wait(0, deps=[S, O, s, r, r2, x, w, q])
-        out = O.to(gl.bfloat16)
-        store_wait(0)
-        barrier()
-        os.permute((1, 0)).store(out)
-        fence_async_shared()
-        barrier()
-        token = begin + i * CHUNK
-        if token + CHUNK <= end:
-            store_tile(o_tiles, [token, hv * HEAD_DIM + FIRST], os)
-        else:  # a tile would overwrite the next document
-            row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))
-            channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE))
-            at = (token + row).to(gl.int64)[:, None] * (HV * HEAD_DIM) + hv * HEAD_DIM + FIRST + channel[None, :]
-            gl.store(o + at, os.load(WIDE), mask=((token + row) < end)[:, None])
+        if OUTPUT:
+            Q = gl.zeros([HALF, CHUNK], gl.float32, ACC)
+            Q = warpgroup_mma(s, q.permute((1, 0)), Q, is_async=True)
+            S = warpgroup_mma(r, x, S, is_async=True)
+            Q = warpgroup_mma_wait(1, deps=[Q])
+            O = Q * (read * scale)[None, :]
+            r2 = gl.convert_layout(R, LEFT)
+            O = warpgroup_mma(r2, w.permute((1, 0)), O, is_async=True)
+            S, O, s, r, r2, x, w, q = warpgroup_mma_wait(0, deps=[S, O, s, r, r2, x, w, q])
+            token = begin + i * CHUNK
+            store_output(o_tiles, o, os, O.to(gl.bfloat16), token, end, hv, HV, FIRST)
+        else:
+            S = warpgroup_mma(r, x, S, is_async=True)
+            S = warpgroup_mma_wait(0, deps=[S, r, x])[0]
         mbarrier.arrive(free.index(b), count=1)
         mbarrier.arrive(empty.index(stage), count=1)
         stage = stage + 1
@@ -268,20 +279,62 @@ def walk(
     store_wait(0)
 
 
+@gluon.jit
+def store_output(o_tiles, o, os, out, token, end, hv, HV, FIRST: gl.constexpr):
+    """64 tokens of O^T [64 of V, tokens] by way of shared memory; only those before `end`."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    store_wait(0)
+    barrier()
+    os.permute((1, 0)).store(out)
+    fence_async_shared()
+    barrier()
+    if token + CHUNK <= end:
+        store_tile(o_tiles, [token, hv * HEAD_DIM + FIRST], os)
+    else:  # a tile would overwrite the next document
+        row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))
+        channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE))
+        at = (token + row).to(gl.int64)[:, None] * (HV * HEAD_DIM) + hv * HEAD_DIM + FIRST + channel[None, :]
+        gl.store(o + at, os.load(WIDE), mask=((token + row) < end)[:, None])
+
+
+@gluon.jit
+def chunks_felt(reach, n):
+    """How many chunks from a run's end back are felt there: beyond them everything has decayed to nothing."""
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lane = gl.arange(0, 128, layout=FLAT)
+    felt = n
+    total = 0.0
+    for base in range(0, n, 128):
+        back = base + lane
+        decay = gl.load(reach + (n - 1 - back), mask=back < n, other=0.0)
+        summed = total + gl.associative_scan(decay, 0, add)
+        felt = gl.minimum(felt, gl.min(gl.where(summed < NOTHING, back + 1, n), 0))
+        total = total + gl.sum(decay, 0)
+    return felt
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, A: Tensor, G: Tensor, broken: Tensor, entry: Tensor, segments: Tensor,
-    exits: int, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, made: Prepared, entry: Tensor, segments: Tensor, exits: int, scale: float,
+    output: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16; A, G, broken of `prep`; entry [S, HV, K, V] fp32;
-    segments as the kernel has them. Returns o like v and the exit states [exits, HV, K, V] of segments that ask for it.
+    """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16; entry [S, HV, K, V] fp32; segments as the kernel has
+    them. Returns o like v, and the exit states [exits, HV, K, V] of segments that ask for it.
+
+    Without output o stays unwritten, and the walk begins where its exit state begins to feel it.
     """
-    (T, H, D), HV, NC = k.shape, v.shape[1], A.shape[1]
-    o, exit = torch.empty_like(v), entry.new_empty(exits, *entry.shape[1:])
+    (T, H, D), HV, NC = k.shape, v.shape[1], made.A.shape[1]
+    A, G, broken, reach = made
+    o, exit = torch.empty_like(v) if output else v, entry.new_empty(exits, *entry.shape[1:])
     if len(segments):
         rows = (tiles(x.view(T, -1), 64, D) for x in (q, k, v))
         chunks = tiles(A.view(-1, 64), 64, 64), tiles(G.view(-1, 64), 1, 64), tiles(o.view(T, -1), 64, 64)
         forward_kernel[(len(segments) * HV,)](
-            *rows, *chunks, o, entry, exit, broken, segments, NC, scale, math.log2(scale),
-            H=H, GROUP=HV // H, num_warps=4, **LAUNCH, **COMPILED_WITH,
+            *rows, *chunks, o, entry, exit, broken, reach, segments, NC, scale, math.log2(scale),
+            H=H, GROUP=HV // H, OUTPUT=output, num_warps=4, **LAUNCH, **COMPILED_WITH,
         )  # fmt: skip
     return o, exit

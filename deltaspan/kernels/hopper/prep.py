@@ -16,6 +16,8 @@ Tokens are relabelled inside a 16-block, position 8 t + 2 q + e for token 4 q + 
 are four neighbouring columns; products do not care about labels.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -29,12 +31,13 @@ LONGEST_KEY = gl.constexpr(1.03)  # |k|^2 of a unit key rounded to bf16 stays be
 
 
 @gluon.jit
-def prep_kernel(k, g, beta, chunks, A, G, broken, NC, H: gl.constexpr, GROUP: gl.constexpr):
+def prep_kernel(k, g, beta, chunks, A, G, broken, reach, NC, H: gl.constexpr, GROUP: gl.constexpr):
     """k [T, H, 128] bf16, g and beta [T, H * GROUP], chunks [NC, 2] int32: first token and tokens of each.
 
-    A [HV, NC, 64, 64] bf16, G [HV, NC, 64] fp32; broken [H, NC] int32: the first row whose key breaks the promise of
-    unit keys, 64 if there is none. Beyond a chunk's tokens rows and columns of A are zero, and G goes on with its last
-    value. One program for each chunk and key head, heads first.
+    A [HV, NC, 64, 64] bf16, G [HV, NC, 64] fp32. broken [H, NC] int32: the first row whose key breaks the promise of
+    unit keys, 64 if there is none. reach [HV, NC] fp32: log2 of a bound of the norm of the chunk's map, NaN if a key is
+    broken. Beyond a chunk's tokens rows and columns of A are zero, and G goes on with its last value. One program for
+    each chunk and key head, heads first.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -98,6 +101,11 @@ def prep_kernel(k, g, beta, chunks, A, G, broken, NC, H: gl.constexpr, GROUP: gl
         decay = gl.where(decays[e] < LOWEST_DECAY, LOWEST_DECAY, decays[e])  # a NaN stays one
         summed = gl.associative_scan(decay, 0, add) * LOG2_E
         gl.store(G + ((h * GROUP + e).to(gl.int64) * NC + c) * CHUNK + row, summed)
+        # |I - beta k k^T| is at most 1, or beta |k|^2 - 1 = 1 + x where that is more, and log(1 + x) at most x
+        growth = gl.maximum(LONGEST_KEY * betas[e] - 2.0, 0.0) * LOG2_E
+        bound = gl.sum(gl.where(row == CHUNK - 1, summed, 0.0) + growth, 0)
+        bound = gl.where(first < CHUNK, float("nan"), bound)
+        gl.store(reach + (h * GROUP + e).to(gl.int64) * NC + c, bound)
     for pair in range(2):
         solve_pair(diagonal, strengths, hi, lo, pair, GROUP)
 
@@ -205,7 +213,8 @@ def first_long(n_ii, first, MMA: gl.constexpr):
     position = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))[:, None]
     other = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))[None, :]
     token = first + ((position >> 1) & 3) * 4 + (position >> 3) * 2 + (position & 1)
-    return gl.min(gl.min(gl.where((position == other) & (-n_ii > LONGEST_KEY), token, CHUNK), 1), 0)
+    long = (position == other) & ~(-n_ii <= LONGEST_KEY)  # a NaN is no unit key
+    return gl.min(gl.min(gl.where(long, token, CHUNK), 1), 0)
 
 
 @gluon.jit
@@ -282,14 +291,24 @@ def clear(out, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     gl.store(out + row[:, None] * CHUNK + column[None, :], gl.zeros([ROWS, COLUMNS], gl.bfloat16, TILE))
 
 
-def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+class Prepared(NamedTuple):
+    """What the kernel leaves."""
+
+    A: Tensor  # [HV, NC, 64, 64] bf16
+    G: Tensor  # [HV, NC, 64] fp32
+    broken: Tensor  # [H, NC] int32
+    reach: Tensor  # [HV, NC] fp32
+
+
+def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor) -> Prepared:
     """Launches the kernel; k [T, H, 128] bf16, g [T, HV] fp32, beta [T, HV] fp32 or bf16, all dense; chunks [NC, 2]
-    int32. Returns A [HV, NC, 64, 64] bf16, G [HV, NC, 64] fp32 and broken [H, NC] int32 as the kernel has them.
+    int32: first token and tokens of each.
     """
     NC, H, HV = len(chunks), k.shape[1], g.shape[1]
     A = k.new_empty(HV, NC, 64, 64)
     G = g.new_empty(HV, NC, 64)
     broken = torch.empty(H, NC, dtype=torch.int32, device=k.device)
+    made = Prepared(A, G, broken, g.new_empty(HV, NC))
     if NC:
-        prep_kernel[(NC * H,)](k, g, beta, chunks, A, G, broken, NC, H=H, GROUP=HV // H, num_warps=1, **COMPILED_WITH)
-    return A, G, broken
+        prep_kernel[(NC * H,)](k, g, beta, chunks, *made, NC, H=H, GROUP=HV // H, num_warps=1, **COMPILED_WITH)
+    return made

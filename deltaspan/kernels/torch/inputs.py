@@ -9,9 +9,10 @@ The conventions of flash-linear-attention. All arithmetic is in the type of the 
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from deltaspan.kernels.stages import Raw
+from deltaspan.plan import CHUNK
 
 EPSILON = 1e-6  # flash-linear-attention's
 NEARLY_EXP = -30.0  # below it log softplus(x) is x up to e^x / 2, which FP64 does not show
@@ -20,11 +21,11 @@ NEARLY_EXP = -30.0  # below it log softplus(x) is x up to e^x / 2, which FP64 do
 def ready(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, raw: Raw, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """q, k, g and beta as the recurrence takes them, in `dtype` where they are changed."""
     if raw.l2norm:
-        q, k = (x.to(dtype) * _inverse_length(x.to(dtype)) for x in (q, k))
+        q, k = (_rows(x, dtype) * _inverse_length(_rows(x, dtype)) for x in (q, k))
     if raw.A_log is not None:
-        g = _gate(_biased(g, raw, dtype), raw.A_log.to(dtype))
+        g = _gate(_biased(g, raw, dtype), raw.A_log.to(dtype))[: len(g)]
     if raw.sigmoid:
-        beta = raw.largest_beta * beta.to(dtype).sigmoid()
+        beta = raw.largest_beta * _whole_chunks(beta.to(dtype)).sigmoid()[: len(beta)]
     return q, k, g, beta
 
 
@@ -42,13 +43,13 @@ def raw_gradients(
     if raw.A_log is not None:
         dg[:tokens], dA_log, ddt_bias = _gate_gradients(g, dg[:tokens], raw)
     if raw.sigmoid:
-        s = beta.to(dbeta.dtype).sigmoid()
+        s = _whole_chunks(beta.to(dbeta.dtype)).sigmoid()[:tokens]
         dbeta[:tokens] *= raw.largest_beta * s * (1 - s)
     return dq, dk, dg, dbeta, dA_log, ddt_bias
 
 
 def _l2norm_gradient(x: Tensor, dready: Tensor) -> Tensor:
-    x = x.to(dready.dtype)
+    x = _rows(x, dready.dtype)
     r = _inverse_length(x)
     y = x * r
     return r * (dready - y * (dready * y).sum(-1, keepdim=True))
@@ -57,9 +58,14 @@ def _l2norm_gradient(x: Tensor, dready: Tensor) -> Tensor:
 def _gate_gradients(g: Tensor, dready: Tensor, raw: Raw) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of g [T, HV], A_log and dt_bias. Where the ready g is below -1000 its gradient is zero, and so are these."""
     x, A_log = _biased(g, raw, dready.dtype), raw.A_log.to(dready.dtype)
-    slope, gate = ((A_log + logsigmoid(x)).exp(), _gate(x, A_log))
+    slope, gate = (factor[: len(g)] for factor in ((A_log + logsigmoid(x)).exp(), _gate(x, A_log)))
     dg, dlog = (torch.where(dready == 0, 0, dready * factor) for factor in (-slope, gate))
     return dg, dlog.sum(0), None if raw.dt_bias is None else dg.sum(0)
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [T, H, K] in `dtype` and in its own order: sums over channels follow the order of memory."""
+    return x.to(dtype).contiguous()
 
 
 def _inverse_length(x: Tensor) -> Tensor:
@@ -67,7 +73,18 @@ def _inverse_length(x: Tensor) -> Tensor:
 
 
 def _biased(g: Tensor, raw: Raw, dtype: torch.dtype) -> Tensor:
-    return g.to(dtype) if raw.dt_bias is None else g.to(dtype) + raw.dt_bias.to(dtype)
+    """g + dt_bias over whole chunks, [64 n, HV]."""
+    g = _whole_chunks(g.to(dtype))
+    return g if raw.dt_bias is None else g + raw.dt_bias.to(dtype)
+
+
+def _whole_chunks(x: Tensor) -> Tensor:
+    """x [T, HV] with rows of zeros up to a multiple of 64.
+
+    The last few elements of a tensor that does not fill the vector registers go through another exp, which may round
+    differently; so a token's result does not depend on how many tokens stand beside it.
+    """
+    return pad(x, (0, 0, 0, -len(x) % CHUNK))
 
 
 def _gate(x: Tensor, A_log: Tensor) -> Tensor:
