@@ -4,6 +4,8 @@ Written for Gluon as Triton 3.6 to 3.9 have it, an interface that Triton calls e
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -53,7 +55,9 @@ __all__ = [
     "store_tile",
     "store_wait",
     "tiles",
+    "tl",
     "tma",
+    "triton",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
