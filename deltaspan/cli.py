@@ -1,4 +1,4 @@
-"""The command line: `demo`, `plan` and `verify`; it parses, calls and prints, and knows no more.
+"""The command line: `demo`, `plan`, `verify`, `bench` and `plot`; it parses, calls and prints, and knows no more.
 
 Exit codes: 0 if all that was asked for holds, 1 if not, 2 for bad usage.
 """
@@ -6,7 +6,7 @@ Exit codes: 0 if all that was asked for holds, 1 if not, 2 for bad usage.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.resources import files
@@ -31,6 +31,8 @@ PLAN_OPTIONS = {  # by the argument that a message names
     "rule": "--rule",
     "cu_seqlens": "--lengths",
 }
+BENCH_NAMES = "shards", "layout", "heads", "peers", "decay", "backend", "device", "samples", "seed"
+BENCH_OPTIONS = {"world_size": "--cp"} | {name: f"--{name}" for name in BENCH_NAMES}
 
 app = typer.Typer(
     help="Exact context-parallel training of Gated DeltaNet layers.",
@@ -152,18 +154,80 @@ def verify(
     raise typer.Exit(0 if report.ok else FAILED)
 
 
+@app.command()
+def bench(
+    shards: Annotated[str | None, typer.Option(help="all, or some of P4/2 to P4/16, 3docs, 2docs, NxL.")] = None,
+    pack: Annotated[str | None, typer.Option(help="Packs by name, such as P1,P4: slowest rank and all ranks.")] = None,
+    cp: Annotated[str | None, typer.Option(help="With --pack, ranks of the group, such as 2,4; default: 4.")] = None,
+    layout: Annotated[str | None, typer.Option(help="With --pack, layouts, or all; default: contiguous.")] = None,
+    heads: Annotated[str, typer.Option(help="Key heads and value heads.")] = "16,48",
+    peers: Annotated[str | None, typer.Option(help="Other implementations to time: fla,flash_qla.")] = None,
+    decay: Annotated[str, typer.Option(help="moderate or slow.")] = "moderate",
+    backend: Annotated[str, typer.Option(help="A tier by name.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    samples: Annotated[int, typer.Option(help="Of each side, after warming up; at least 8.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of the operands.")] = 0,
+    json_to: Annotated[str | None, typer.Option("--json", help="Write it to a file; - prints it alone.")] = None,
+    md: Annotated[Path | None, typer.Option(help="Write the table to a file.")] = None,
+) -> None:
+    """Time forward and training step, each side only if float64 finds it right."""
+    with _waiting("loading"), _usage_errors(BENCH_OPTIONS):
+        from deltaspan.bench.report import line, table
+        from deltaspan.bench.run import Request, prepare
+
+        if not shards and not pack:
+            raise ValueError("one of --shards and --pack is needed, or both")
+        if not pack and (cp or layout):
+            raise ValueError("--cp and --layout go with --pack, which is not given")
+        packs, cps, layouts = _packs(_names(pack)), _whole_numbers("--cp", cp or "4"), _names(layout or "contiguous")
+        ready = prepare(Request(
+            _names(shards), packs, cps, layouts, _whole_numbers("--heads", heads), _names(peers),
+            decay=decay, backend=backend, device=device, samples=samples, seed=seed,
+        ))  # fmt: skip
+        for path in filter(None, (json_to != "-" and json_to, md)):
+            Path(path).touch()  # now rather than after minutes
+    for record in ready.run(_tell):
+        _tell(line(record["rows"][-1]))
+        _give_json(record, None if json_to == "-" else json_to)
+        if md is not None:
+            md.write_text(table(record) + "\n", encoding="utf-8")
+    print(json.dumps(record) if json_to == "-" else table(record))
+    raise typer.Exit(0 if all(row["ok"] for row in record["rows"]) else FAILED)
+
+
+@app.command()
+def plot(
+    file: Annotated[Path, typer.Argument(help="What plan, demo or bench wrote as JSON.")],
+    folder: Annotated[Path, typer.Option("--out", help="For the pictures.")],
+) -> None:
+    """Draw a record, by what it holds."""
+    with _waiting("drawing"), _usage_errors({"record": str(file)}):
+        written = import_module("deltaspan.plots.draw").draw(file.read_text(encoding="utf-8"), folder)
+    out.print("Written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+
+
 def _document_lengths(pack: str | None, lengths: str | None) -> list[int]:
     if (pack is None) == (lengths is None):
         raise ValueError("one of --pack and --lengths is needed, and not both")
-    if lengths is not None:
-        given = lengths.split(",")
-        if not all(length.strip().isdecimal() for length in given):
-            raise ValueError(f"--lengths must be whole numbers from 0 on with commas between, got {lengths!r}")
-        return [int(length) for length in given]
+    return _packs([pack])[pack] if lengths is None else _whole_numbers("--lengths", lengths)
+
+
+def _packs(names: Sequence[str]) -> dict[str, list[int]]:
     packs = json.loads(files("deltaspan").joinpath("data/packs.json").read_text(encoding="utf-8"))["packs"]
-    if pack not in packs:
-        raise ValueError(f"--pack must be one of {', '.join(packs)}, got {pack!r}")
-    return packs[pack]
+    for name in names:
+        if name not in packs:
+            raise ValueError(f"--pack must be one of {', '.join(packs)}, got {name!r}")
+    return {name: packs[name] for name in names}
+
+
+def _names(given: str | None) -> list[str]:
+    return [name.strip() for name in given.split(",")] if given else []
+
+
+def _whole_numbers(option: str, given: str) -> list[int]:
+    if not all(number.strip().isdecimal() for number in given.split(",")):
+        raise ValueError(f"{option} must be whole numbers from 0 on with commas between, got {given!r}")
+    return [int(number) for number in given.split(",")]
 
 
 def _draw(module: str, function: str, record: Mapping[str, Any], path: Path) -> Path:
@@ -199,6 +263,10 @@ def _usage_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
     else:
         return
     raise typer.Exit(BAD_USAGE)
+
+
+def _tell(text: str) -> None:
+    err.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

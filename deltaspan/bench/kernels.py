@@ -1,0 +1,128 @@
+"""Kernels by themselves on a GPU: device time beside a copy of the bytes that they must move at least.
+
+    python -m deltaspan.bench.kernels [--json FILE]
+
+Each is captured in a CUDA graph, so that no launch of the host stands between; checked against FP64 before it is timed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from deltaspan.bench.facts import commit, machine, versions
+from deltaspan.bench.operands import Operands, draw
+from deltaspan.bench.shards import LOCAL_SHARDS, local_shard
+from deltaspan.plan import CHUNK, chunk_grid
+
+HEADS = (16, 48)
+ROUNDS, REPEATS = 15, 8  # samples, and launches in each
+CHECKED_CHUNKS = 16
+FLOOR_EXCESS = 1.05  # of the error of rounding the exact A to bf16: fp32-class arithmetic adds next to nothing
+
+
+def report(shards: list[str], *, seed: int = 0) -> dict[str, Any]:
+    """By shard: the prep stage's time, that of a copy of its bytes, and its error beside that of rounding to bf16."""
+    prep = import_module("deltaspan.kernels.hopper.prep").prep
+    rows = []
+    for name in shards:
+        shard = local_shard(name)
+        grid = chunk_grid(shard.part, 0)
+        chunks = torch.tensor(list(zip(grid.start, grid.length, strict=True)), dtype=torch.int32, device="cuda")
+        x = draw(shard.part.total_tokens, HEADS, "moderate", device="cuda", seed=seed)
+        k, g, beta = x.k[0], x.g[0], x.beta[0]
+        made = prep(k, g, beta, chunks)
+        error, floor = _errors(x, chunks, made.A)
+        moved = sum(t.numel() * t.element_size() for t in (k, g, beta, *made))
+        source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")  # read once, written once
+        target = torch.empty_like(source)
+        kernel_ms, copy_ms = _times(lambda: prep(k, g, beta, chunks), lambda: target.copy_(source))  # noqa: B023
+        rows.append(
+            {"kernel": "prep", "shard": name, "tokens": shard.part.total_tokens, "gigabytes": moved / 1e9,
+             "kernel_ms": kernel_ms, "copy_ms": copy_ms, "ratio": kernel_ms / copy_ms, "error": error, "floor": floor,
+             "ok": error <= FLOOR_EXCESS * floor}
+        )  # fmt: skip
+    return {"machine": machine("cuda"), "versions": versions([]), "commit": commit(), "rows": rows}
+
+
+def _errors(x: Operands, chunks: Tensor, A: Tensor) -> tuple[float, float]:
+    """Relative RMS of A against FP64 over some chunks, and that of the exact A rounded to bf16."""
+    which = torch.linspace(0, len(chunks) - 1, min(CHECKED_CHUNKS, len(chunks))).long().unique().tolist()
+    group, errors, roundings, size = x.v.shape[2] // x.k.shape[2], 0.0, 0.0, 0.0
+    for c in which:
+        start, n = chunks[c].tolist()
+        k = x.k[0, start : start + n].double().transpose(0, 1).repeat_interleave(group, 0)
+        beta = x.beta[0, start : start + n].double().mT
+        eye = torch.eye(n, dtype=torch.float64, device=k.device)
+        exact = torch.linalg.inv(eye + (beta[..., None] * (k @ k.mT)).tril(-1)) * beta[:, None]
+        errors += (A[:, c, :n, :n].double() - exact).square().sum().item()
+        roundings += (exact.to(A.dtype).double() - exact).square().sum().item()
+        size += exact.square().sum().item()
+    return math.sqrt(errors / size), math.sqrt(roundings / size)
+
+
+def _times(*calls: Callable[[], object]) -> list[float]:
+    """Median milliseconds of each call on the device, in turns."""
+    graphs = []
+    for call in calls:
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(REPEATS):
+                call()
+        graph.replay()
+        graphs.append(graph)
+    taken: list[list[float]] = [[] for _ in calls]
+    for _ in range(ROUNDS):
+        for graph, ms in zip(graphs, taken, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            ms.append(begin.elapsed_time(end) / REPEATS)
+    return [median(ms) for ms in taken]
+
+
+def table(record: dict[str, Any]) -> Table:
+    shown = Table(
+        "kernel", "shard", "ms", "copy ms", "ratio", "TB/s", f"error of {CHUNK} x {CHUNK}", "bf16 floor", "ok"
+    )
+    for row in record["rows"]:
+        rate = row["gigabytes"] / row["kernel_ms"]
+        shown.add_row(
+            row["kernel"], row["shard"], f"{row['kernel_ms']:.3f}", f"{row['copy_ms']:.3f}", f"{row['ratio']:.2f}",
+            f"{rate:.2f}", f"{row['error']:.2e}", f"{row['floor']:.2e}", "yes" if row["ok"] else "NO",
+        )  # fmt: skip
+    return shown
+
+
+def main(
+    shards: Annotated[str, typer.Option(help="Names of local shards, with commas between.")] = ",".join(LOCAL_SHARDS),
+    json_to: Annotated[Path | None, typer.Option("--json", help="Write the record to a file.")] = None,
+) -> None:
+    """Time kernels against a copy of their bytes."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        typer.echo("error: these kernels need a CUDA device of compute capability 9.0", err=True)
+        raise typer.Exit(2)
+    record = report(shards.split(","))
+    Console(width=140).print(table(record))
+    if json_to is not None:
+        json_to.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    raise typer.Exit(0 if all(row["ok"] for row in record["rows"]) else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
