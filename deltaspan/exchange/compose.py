@@ -68,5 +68,5 @@ def split_flat(arrived: Tensor, seams: Seams, heads: int, like: Tensor) -> tuple
     pairs = [row.split([size, len(row) - size]) for row, size in zip(rows, sizes, strict=True)]
     d, through = (torch.cat(column) for column in zip(*pairs, strict=True))
     M = like.new_empty(sum(seams.n_out), heads, K, K)
-    M[seams.through] = through.view(-1, heads, K, K)
-    return d.view(-1, heads, K, V), M
+    M[seams.through] = through.view(len(seams.through), heads, K, K)
+    return d.view(sum(seams.n_in), heads, K, V), M

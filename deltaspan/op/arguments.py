@@ -36,8 +36,12 @@ def operands_of(
     initial_state: Shards | None,
     A_log: Shards | None,
     dt_bias: Shards | None,
+    *,
+    autocast: bool = False,
 ) -> list[Operands]:
-    """Checked, without the batch axis."""
+    """Checked, without the batch axis; q, k and v as autocast has them where it is asked for."""
+    if autocast:
+        q, k, v = (_as_for_a_product(x, ctx.device) for x in (q, k, v))
     columns = [ctx._listed(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))]
     further = {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
     columns += [ctx._replicated(name, x) for name, x in further.items()]
@@ -57,13 +61,14 @@ def operands_of(
     ]
 
 
-def as_autocast(x: Operands) -> Operands:
-    """Under autocast q, k and v are cast as for a matrix product: all but FP64, to the type that it names."""
-    device = x.q.device.type
-    if not torch.is_autocast_enabled(device) or x.q.dtype == torch.float64:
+def _as_for_a_product(x: Any, device: torch.device) -> Any:
+    """Under autocast an operand is cast as for a matrix product: all but FP64, to the type that it names."""
+    if isinstance(x, list):
+        return [_as_for_a_product(shard, device) for shard in x]
+    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(device.type):
         return x
-    narrow = torch.get_autocast_dtype(device)
-    return x._replace(q=x.q.to(narrow), k=x.k.to(narrow), v=x.v.to(narrow))
+    cast = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device.type)) if cast else x
 
 
 def batched(ctx: Context, outputs: Any, q: Shards) -> Shards:

@@ -9,7 +9,7 @@ from deltaspan.kernels import select
 from deltaspan.kernels.stages import Raw
 from deltaspan.op.context import Context
 from deltaspan.op.operands import Operands
-from deltaspan.op.options import Options
+from deltaspan.op.options import RAW, Options
 from deltaspan.op.saved import Saved, final_states, shapes, start_states
 from deltaspan.op.segments import Segments
 from deltaspan.op.view import RankView
@@ -82,8 +82,9 @@ def common(x: Operands, options: Options) -> str:
     """What the ranks of a group must have in common beside the shapes of states, for none would notice by itself."""
     given = "no initial state" if x.initial_state is None else "an initial state"
     heads = f"{x.v.shape[1]} heads of {x.q.dtype}".replace("torch.", "")
-    named = {"scale": options.scale, "unit_keys": options.unit_keys, "save_transfer": options.save_transfer}
-    return ", ".join([heads, *(f"{name} {value}" for name, value in named.items()), given])
+    named = ("scale", "unit_keys", "save_transfer")
+    raw = [name for name in RAW if getattr(options, name)]
+    return ", ".join([heads, *(f"{name} {getattr(options, name)}" for name in named), *raw, given])
 
 
 def stages(ctx: Context, options: Options) -> Any:

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltaspan.op.arguments import Shards, as_autocast, batched, operands_of, options_of
+from deltaspan.op.arguments import Shards, batched, operands_of, options_of
 from deltaspan.op.backward import backward_program
 from deltaspan.op.context import Context
 from deltaspan.op.forward import forward_program, stages
 from deltaspan.op.keeping import Keeping
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
-from deltaspan.op.recompute import RecomputeHandle, check_handle, surrounding, taken
+from deltaspan.op.recompute import RecomputeHandle, Region, check_handle, surrounding, taken
 from deltaspan.op.saved import check_saved
 from deltaspan.op.together import anchor, any_state_crosses
 
@@ -107,9 +107,10 @@ def chunk_gated_delta_rule(
         reuse_recompute_tapes=reuse_recompute_tapes, recompute_output=recompute_output, workspace=workspace,
     )  # fmt: skip
     check_handle(recompute_handle, options.keeps)
-    ranks = [as_autocast(x) for x in operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias)]
-    flat = [t for x in ranks for t in x]
-    results = _GatedDeltaRule.apply(ctx, options, recompute_handle, anchor(ctx), *flat)
+    ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias, autocast=True)
+    flat = [anchor(ctx), *(t for x in ranks for t in x)]
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in flat)
+    results = _GatedDeltaRule.apply(ctx, options, recompute_handle, surrounding() if recorded else None, *flat)
     o, final = results[: len(ranks)], results[len(ranks) :]
     return batched(ctx, o, q), (ctx._unlisted(final) if output_final_state else None)
 
@@ -119,13 +120,20 @@ class _GatedDeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        fn: Any, ctx: Context, options: Options, handle: RecomputeHandle | None, anchor: Tensor, *flat: Tensor | None
+        fn: Any,
+        ctx: Context,
+        options: Options,
+        handle: RecomputeHandle | None,
+        region: Region | None,
+        anchor: Tensor,
+        *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
+        """region: None also if no node will be recorded, for then nothing is saved."""
         ranks = _by_rank(flat)
         entered = handle.find("rule") if handle is not None else None
         for saved, x in zip(entered or (), ranks, strict=bool(entered)):
             check_saved(saved, ctx, options, x, argument="recompute_handle")
-        keeping = Keeping.of(options, surrounding(), flat, len(ranks), stages(ctx, options).KEPT_TENSORS)
+        keeping = Keeping.of(options, region, flat, len(ranks), stages(ctx, options).KEPT_TENSORS)
         done = ctx._transport.run(
             [
                 forward_program(ctx, view, x, options, kept, output=keeping.output)
@@ -160,7 +168,7 @@ class _GatedDeltaRule(torch.autograd.Function):
                 for i, (view, x) in enumerate(zip(ctx._views, ranks, strict=True))
             ]
         )  # fmt: skip
-        return None, None, None, None, *(grad for g in done for grad in g)
+        return None, None, None, None, None, *(grad for g in done for grad in g)
 
 
 def _by_rank(flat: Sequence[Tensor | None]) -> list[Operands]:

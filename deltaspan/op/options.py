@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "reuse_recompute_tapes": ("auto", True, False),
     "recompute_output": ("auto", "always"),
 }
+RAW = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltaspan.layout.pack import as_int
 from deltaspan.op.operands import Operands, check_heads
 
 
@@ -15,11 +16,12 @@ def packed_qkv_views(qkv: Tensor, *, H: int, HV: int) -> tuple[Tensor, Tensor, T
     gated delta rule gives them, that row is the gradient, and nothing is copied.
 
     Raises:
-        TypeError: qkv is no tensor.
+        TypeError: qkv is no tensor, or H or HV no integer.
         ValueError: HV is no multiple of H, or the row's channels are no multiple of 2 H + HV.
     """
     if not isinstance(qkv, Tensor):
         raise TypeError(f"qkv must be a tensor, got {type(qkv).__name__}")
+    H, HV = as_int("H", H, minimum=1), as_int("HV", HV, minimum=1)
     check_heads(H, HV)
     if qkv.dim() < 1 or qkv.shape[-1] % (2 * H + HV) or not qkv.shape[-1]:
         raise ValueError(f"qkv must have a multiple of 2 H + HV = {2 * H + HV} channels, got shape {tuple(qkv.shape)}")
@@ -40,8 +42,10 @@ class _PackedViews(torch.autograd.Function):
         given = next((g for g in grads if g is not None), None)
         if given is None:
             return None, None, None
-        if all(g is not None for g in grads) and (row := packed_row(*(g.flatten(0, -3) for g in grads))) is not None:
-            return row.view(fn.shape), None, None
+        if all(g is not None for g in grads):
+            row = packed_row(*(g.reshape(-1, *g.shape[-2:]) for g in grads))
+            if row is not None:
+                return row.view(fn.shape), None, None
         parts = [
             given.new_zeros(*fn.shape[:-1], heads, given.shape[-1]) if g is None else g
             for g, heads in zip(grads, fn.heads, strict=True)

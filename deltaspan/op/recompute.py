@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 @dataclass(eq=False)
@@ -68,7 +69,9 @@ class Region:
 def surrounding() -> Region | None:
     """The innermost non-reentrant checkpoint around this call; None for none, or if another hook stands between."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
+    # A selective checkpoint expects the same operators in both runs.
+    selective = type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
+    if hooks is None or selective:
         return None
     pack = inspect.unwrap(hooks[0], stop=lambda f: not hasattr(f, "__wrapped__"))
     pack = getattr(pack, "_torchdynamo_orig_callable", pack)

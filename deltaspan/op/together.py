@@ -5,9 +5,12 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from deltaspan.op.view import RankView
+
+STOPPED = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())  # torch's way to end a recompute: no failure
 
 
 def together(awaited: Callable[[RankView], bool]) -> Callable[[Callable], Callable]:
@@ -26,6 +29,8 @@ def together(awaited: Callable[[RankView], bool]) -> Callable[[Callable], Callab
             ctx._transport.begin()
             try:
                 return call(*args, **kwargs)
+            except STOPPED:
+                raise
             except Exception as error:
                 _tell(ctx, error)
                 raise
@@ -42,6 +47,8 @@ def told_to_others(call: Callable) -> Callable:
     def marked(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
+        except STOPPED:
+            raise
         except Exception as error:
             ctx = _context_of(args, kwargs)
             if ctx is not None and not ctx._views[0].seams.none and not getattr(error, "told_to_others", False):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,16 @@ class Convolution(NamedTuple):
     channels: tuple[int, ...]  # of each tensor; they travel together
     bias: bool
     activation: str | None
+
+
+class Way(NamedTuple):
+    """How the op's gradients are come by."""
+
+    options: dict[str, Any]  # of the op
+    explicit: bool = False  # by `ds.forward` and `ds.backward`
+    again: bool = False  # the backward runs the forward's exchange again, for nothing was kept
+    checkpoint: dict[str, bool] | None = None  # torch's, around the op
+    handle: bool = False
 
 
 class Keys(NamedTuple):
@@ -83,7 +93,17 @@ SEGMENTS = {  # the planner's rule, and the multiprocessors that it plans for
     "a segment a chunk": ("occ", 10_000),
 }
 STATES = {"no states": False, "initial and final states": True}
-WAYS = ("autograd", "explicit", "replay")  # to the op's gradients; replay: without what the forward kept
+WAYS = {
+    "autograd": Way({}),
+    "explicit": Way({}, explicit=True),
+    "replay": Way({}, explicit=True, again=True),
+    "replay under autograd": Way({"boundary_mode": "replay"}, again=True),
+    "full": Way({"save_mode": "full"}),
+    "without transfers": Way({"save_transfer": False}),
+    "checkpoint": Way({}, checkpoint={"use_reentrant": False}),
+    "reentrant checkpoint": Way({}, checkpoint={"use_reentrant": True}),
+    "recompute handle": Way({}, checkpoint={"use_reentrant": False}, handle=True),
+}
 
 Sampler = Callable[[torch.Generator, int, int], Tensor]  # tokens, value heads -> [T, HV] fp64
 
@@ -138,7 +158,7 @@ FACTORS = {
     "states": tuple(STATES),
     "segments": tuple(SEGMENTS),
     "exchange": tuple(EXCHANGES),
-    "way": WAYS,
+    "way": tuple(WAYS),
 }
 
 

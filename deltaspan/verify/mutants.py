@@ -30,7 +30,7 @@ from deltaspan.verify.suite import Advance, check_request, one_thread
 MUTANT = "mutant"  # the rows' name in the report
 
 FORWARD, GRADIENTS, CONVOLUTION = "forward", "gradients", "convolution"
-RESHARD, WAYS, EXCHANGES = "shard and unshard", "autograd = explicit = replay", "all_to_all = ring = all_gather"
+RESHARD, WAYS, EXCHANGES = "shard and unshard", "every way alike", "all_to_all = ring = all_gather"
 ISOLATION = "NaN stays in its document"
 
 

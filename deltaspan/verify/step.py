@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import deltaspan as ds
 from deltaspan.reference import causal_conv1d, recurrent_gated_delta_rule
-from deltaspan.verify.cases import CONVOLUTIONS, KEYS, SEGMENTS, STATES, TAIL, Case, Inputs, draw
+from deltaspan.verify.cases import CONVOLUTIONS, KEYS, SEGMENTS, STATES, TAIL, WAYS, Case, Inputs, Way, draw
 
 Results = dict[str, Tensor]
 
@@ -50,8 +51,8 @@ def _build(case: Case, part: ds.Partition, group: Any, device: str) -> ds.Contex
 
 def operation(case: Case, inputs: Inputs, ctx: ds.Context) -> list[Results]:
     """The op's part: in the case's way, by its exchange."""
-    x = operands(case, inputs, ctx)
-    results = _by_autograd(x, ctx) if case.way == "autograd" else _explicitly(x, ctx, keep=case.way == "explicit")
+    x, way = operands(case, inputs, ctx), WAYS[case.way]
+    results = _explicitly(x, ctx, keep=not way.again) if way.explicit else _by_autograd(x, ctx, way)
     return [_on_cpu(row) for row in results]
 
 
@@ -77,6 +78,7 @@ def operands(case: Case, inputs: Inputs, ctx: ds.Context) -> Operands:
             "unit_keys": KEYS[case.keys].unit_keys,
             "output_final_state": STATES[case.states],
             "exchange": case.exchange,
+            **WAYS[case.way].options,
         },
     )
 
@@ -91,15 +93,25 @@ def given(ctx: ds.Context, values: list) -> Any:
     return values if ctx.rank is None else values[0]
 
 
-def _by_autograd(x: Operands, ctx: ds.Context) -> list[dict[str, Tensor | None]]:
-    tensors, initial, _, _ = _given_all(ctx, x)
-    o, final = ds.chunk_gated_delta_rule(*tensors, ctx, initial_state=initial, **x.options)
-    o, final = listed(ctx, o), _final_by_rank(ctx, final, x)
-    roots = [(t, grad) for t, grad in zip(o + final, x.do + x.dfinal_state, strict=True) if t is not None]
+def _by_autograd(x: Operands, ctx: ds.Context, way: Way) -> list[dict[str, Tensor | None]]:
+    columns, ranks = [*x.tensors, x.initial_state], len(x.do)
+    handle = ds.RecomputeHandle() if way.handle else None
+
+    def call(*leaves: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Outputs and final states by rank, from `columns` one after another."""
+        *tensors, initial = (list(leaves[i : i + ranks]) for i in range(0, len(leaves), ranks))
+        of_call = x._replace(tensors=tensors, initial_state=initial)
+        tensors, initial, _, _ = _given_all(ctx, of_call)
+        o, final = ds.chunk_gated_delta_rule(*tensors, ctx, initial_state=initial, recompute_handle=handle, **x.options)
+        return *listed(ctx, o), *_final_by_rank(ctx, final, x)
+
+    leaves = [t for column in columns for t in column]
+    results = call(*leaves) if way.checkpoint is None else checkpoint(call, *leaves, **way.checkpoint)
+    roots = [(t, grad) for t, grad in zip(results, x.do + x.dfinal_state, strict=True) if t is not None]
     torch.autograd.backward(*map(list, zip(*roots, strict=True)))
-    columns = [*x.tensors, x.initial_state]
     gradients = [[None if t is None else t.grad for t in column] for column in columns]
-    return [dict(zip((*OUTPUTS, *GRADIENTS), row, strict=True)) for row in zip(o, final, *gradients, strict=True)]
+    rows = zip(results[:ranks], results[ranks:], *gradients, strict=True)
+    return [dict(zip((*OUTPUTS, *GRADIENTS), row, strict=True)) for row in rows]
 
 
 def _explicitly(x: Operands, ctx: ds.Context, keep: bool) -> list[dict[str, Tensor | None]]:

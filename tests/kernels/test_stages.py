@@ -175,7 +175,7 @@ def test_hard_inputs(rng, tier, change):
     expected, _, grads = problem.oracle(problem.states, final=final)
     # Nearly equal keys at beta near 1 make I + tril(beta K K^T) of condition 64^2: it takes four digits more.
     bound = 1e-8 if change is collinear else 1e-11
-    for tensor, truth in zip((o, *found, entering), (expected, *grads), strict=True):
+    for tensor, truth in zip((o, *found[:5], entering), (expected, *grads), strict=True):
         close(tensor, truth, bound)
 
 
@@ -195,7 +195,7 @@ def test_the_form_for_long_keys(rng, tier):
     o, exit, _ = problem.tier.walk(problem.tape(), problem.cut.every, problem.states, output=True)
     close(o[:66], expected[:66])
     assert o[66:70, 0].isnan().all() and exit[0].isnan().all()
-    dq, dk, dv, _, _ = run_backward(problem, torch.randn_like(problem.states))[1]
+    dq, dk, dv, *_ = run_backward(problem, torch.randn_like(problem.states))[1]
     assert dq[66:70].isnan().all() and dk[:70].isnan().all() and dv[:70].isnan().all()
     assert all(x[70:].isfinite().all() for x in (dq, dk, dv))
     close(o[70:], expected[70:])
@@ -222,7 +222,7 @@ def test_nothing_reads_another_documents_rows(rng, tier):
         setattr(problem, name, poisoned)
     o, exit, _ = problem.tier.walk(problem.tape(), problem.cut.every, problem.states, output=True)
     entering, grads = run_backward(problem, torch.randn_like(problem.states))
-    for x in (o, *grads):
+    for x in (o, *grads[:5]):
         assert x[:start].isfinite().all() and x[stop:].isfinite().all() and x[start:stop].isnan().any()
     others = [0, 1, 3, 4]
     assert exit[others].isfinite().all() and entering[others].isfinite().all()

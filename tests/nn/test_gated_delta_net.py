@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import deltaspan as ds
 from deltaspan import reference
@@ -18,6 +19,7 @@ LENGTHS = [70, 0, 1, 33, 2]
 HIDDEN, H, HV, K, V = 12, 2, 4, 8, 6
 # float64 rounds to 1e-16; a few hundred terms and two norms leave 1e-14
 EXACT = 1e-11
+NARROW = {torch.float32: 1e-5, torch.bfloat16: 12 * 2**-8}
 
 
 def drawn(seed: int, taps: int = 4) -> tuple[ds.nn.GatedDeltaNet, list[int], Tensor, Tensor]:
@@ -46,10 +48,12 @@ def formulas(p: dict[str, Tensor], x: Tensor, cu_seqlens: list[int]) -> Tensor:
     return (o * gate * torch.sigmoid(gate)).flatten(-2) @ p["o_proj.weight"].T
 
 
-def step(layer: ds.nn.GatedDeltaNet, ctx: ds.Context, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+def step(
+    layer: ds.nn.GatedDeltaNet, ctx: ds.Context, x: Tensor, dy: Tensor, *, checkpointed: bool = False, **options: Any
+) -> dict[str, Tensor]:
     """y, dx and every parameter's gradient, of this rank's shard."""
     x = ctx.shard(x).requires_grad_()
-    y = layer(x, ctx)
+    y = checkpoint(layer, x, ctx, use_reentrant=False, **options) if checkpointed else layer(x, ctx, **options)
     grads = torch.autograd.grad(y, [x, *layer.parameters()], ctx.shard(dy))
     names = ["x", *(name for name, _ in layer.named_parameters())]
     return {"y": y.detach(), **dict(zip(names, grads, strict=True))}
@@ -64,30 +68,69 @@ def assert_close(found: dict[str, Tensor], truth: dict[str, Tensor], tolerance: 
 def test_one_rank_is_the_formulas(rng: torch.Generator, taps: int) -> None:
     layer, cu_seqlens, x, dy = drawn(rng.initial_seed(), taps)
     found = step(layer, ds.build_context(ds.partition(cu_seqlens, 1), device="cpu", conv_kernel_size=taps), x, dy)
+    assert_close(found, true_step(layer, cu_seqlens, x, dy), EXACT)
 
-    leaves = {n: p.detach().clone().requires_grad_() for n, p in {"x": x, **dict(layer.named_parameters())}.items()}
+
+def true_step(layer: ds.nn.GatedDeltaNet, cu_seqlens: list[int], x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """The formulas in float64, from the layer's parameters as they are rounded."""
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    leaves = {name: p.detach().double().clone().requires_grad_() for name, p in leaves.items()}
     y = formulas(leaves, leaves["x"], cu_seqlens)
-    truth = {"y": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))}
-    assert_close(found, truth, EXACT)
+    grads = torch.autograd.grad(y, list(leaves.values()), dy.double())
+    return {"y": y.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
-def shared_step(seed: int, table: Any) -> dict[str, Tensor]:
+OPTIONS = {
+    "full": {"save_mode": "full"},
+    "replay": {"boundary_mode": "replay"},
+    "ring": {"exchange": "ring", "save_transfer": False},
+    "checkpoint": {"checkpointed": True},
+    "checkpoint, full": {"checkpointed": True, "save_mode": "full"},
+    "checkpoint with a handle": {"checkpointed": True, "handle": True},
+}
+
+
+@pytest.mark.parametrize("way", OPTIONS)
+def test_options_change_no_bit(rng: torch.Generator, way: str) -> None:
+    layer, cu_seqlens, x, dy = drawn(rng.initial_seed())
+    ctx = ds.build_context(ds.partition(cu_seqlens, 1), device="cpu", p_rule="occ", sm_count=40)
+    options = dict(OPTIONS[way])
+    if options.pop("handle", False):
+        options["recompute_handle"] = ds.RecomputeHandle()
+    plain, found = step(layer, ctx, x, dy), step(layer, ctx, x, dy, **options)
+    assert [name for name in plain if not same_bits(plain[name], found[name])] == []
+    assert_close(found, true_step(layer, cu_seqlens, x, dy), EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_narrow_model_is_the_formulas_too(rng: torch.Generator, dtype: torch.dtype) -> None:
+    layer, cu_seqlens, x, dy = drawn(rng.initial_seed())
+    layer, x, dy = layer.to(dtype), x.to(dtype), dy.to(dtype)
+    found = step(layer, ds.build_context(ds.partition(cu_seqlens, 1), device="cpu"), x, dy)
+    assert found["A_log"].dtype == found["dt_bias"].dtype == torch.float32
+    # A dozen roundings, of half a unit in the last place each, stand between x and a gradient; two norms double some
+    assert_close({n: t.double() for n, t in found.items()}, true_step(layer, cu_seqlens, x, dy), NARROW[dtype])
+
+
+def shared_step(seed: int, table: Any, with_handle: bool) -> dict[str, Tensor]:
     """On a real rank: the whole y and dx, and this rank's share of the parameters' gradients."""
     layer, cu_seqlens, x, dy = drawn(seed)
     group = dist.group.WORLD
     options = {"layout": table} if isinstance(table, str) else {"fragments": table}
     ctx = ds.build_context(ds.partition(cu_seqlens, group.size(), **options), group, device="cpu")
-    found = step(layer, ctx, x, dy)
+    how = {"checkpointed": True, "recompute_handle": ds.RecomputeHandle()} if with_handle else {}
+    found = step(layer, ctx, x, dy, **how)
     return {n: ctx.unshard(t) if n in ("x", "y") else t for n, t in found.items()} | {"tokens": ctx.tokens}
 
 
 ALL_ON_RANK_0 = [[(doc, 0, length) for doc, length in enumerate(LENGTHS)], []]
 
 
+@pytest.mark.parametrize("with_handle", [False, True], ids=["plain", "checkpoint with a handle"])
 @pytest.mark.parametrize("table", ["contiguous", "zigzag", "zigzag_per_document", ALL_ON_RANK_0])
-def test_two_ranks_are_one(rng: torch.Generator, table: Any) -> None:
+def test_two_ranks_are_one(rng: torch.Generator, table: Any, with_handle: bool) -> None:
     seed = rng.initial_seed()
-    ranks = gloo(2).run(shared_step, seed, table)
+    ranks = gloo(2).run(shared_step, seed, table, with_handle)
     if table is ALL_ON_RANK_0:
         assert ranks[1]["tokens"] == 0
     layer, cu_seqlens, x, dy = drawn(seed)

@@ -97,47 +97,120 @@ OPERANDS = {
     ),
 }
 
-OPTIONS = {
-    f"{name}={value!r}": Bad(V, f"{name}={re.escape(repr(value))} is not served", _with(name, value))
-    for name, values in {
-        "use_qk_l2norm_in_kernel": (True, 0),
-        "use_gate_in_kernel": (True, None),
-        "use_beta_sigmoid_in_kernel": (True,),
-        "allow_neg_eigval": (True,),
-        "dt_bias": (0.5,),
-        "save_mode": ("full", None),
-        "boundary_mode": ("replay",),
-        "save_transfer": (False, 1),
-        "reuse_recompute_tapes": (True, "never"),
-        "recompute_output": ("never",),
-        "recompute_handle": ({},),
-        "workspace": ([],),
-    }.items()
-    for value in values
-} | {
-    "A_log": Bad(V, r"A_log=a tensor of shape \(4,\) is not served", lambda r: r.rule(A_log=torch.zeros(4))),
-    "exchange": Bad(
-        V, r"exchange must be one of \['all_to_all', .* got 'allreduce'", lambda r: r.rule(exchange="allreduce")
+OPTIONS = (
+    {
+        f"{name}={value!r}": Bad(
+            V, rf"{name} must be one of \[{among}\], got {re.escape(repr(value))}", _with(name, value)
+        )
+        for name, among, values in (
+            ("save_mode", "'light', 'full'", ("heavy", None, True)),
+            ("boundary_mode", "'saved', 'replay'", ("Replay", None)),
+            ("reuse_recompute_tapes", "'auto', True, False", (1, "never")),
+            ("recompute_output", "'auto', 'always'", ("never", False)),
+            ("exchange", "'all_to_all', .*", ("allreduce",)),
+        )
+        for value in values
+    }
+    | {
+        f"{name}={value!r}": Bad(T, f"{name} must be a bool, got {re.escape(repr(value))}", _with(name, value))
+        for name, value in (
+            ("use_qk_l2norm_in_kernel", 0),
+            ("use_gate_in_kernel", None),
+            ("use_beta_sigmoid_in_kernel", "yes"),
+            ("allow_neg_eigval", 1),
+            ("save_transfer", 1),
+            ("output_final_state", None),
+            ("unit_keys", 1),
+        )
+    }
+    | {
+        "negative eigenvalues of a ready beta": Bad(
+            V,
+            "allow_neg_eigval=True .* use_beta_sigmoid_in_kernel=True, which is False",
+            _with("allow_neg_eigval", True),
+        ),
+        "workspace": Bad(V, r"workspace=\[\] is not served by this release, which serves None", _with("workspace", [])),
+        "workspace of backward": Bad(V, "workspace=0 is not served", lambda r: r.backward(workspace=0)),
+        "handle": Bad(T, "recompute_handle must be a RecomputeHandle, got dict", _with("recompute_handle", {})),
+        "handle's class": Bad(T, "must be a RecomputeHandle, got type", _with("recompute_handle", ds.RecomputeHandle)),
+        "handle without a saved set": Bad(
+            V,
+            "recompute_handle needs boundary_mode='saved'",
+            lambda r: r.rule(recompute_handle=ds.RecomputeHandle(), boundary_mode="replay"),
+        ),
+        "scale": Bad(T, "scale must be a float or None, got '1'", lambda r: r.rule(scale="1")),
+        "scale as a flag": Bad(T, "scale must be a float or None, got True", lambda r: r.rule(scale=True)),
+        "scale as a tensor": Bad(
+            T, "scale must be a float or None, got tensor", lambda r: r.rule(scale=torch.tensor(1.0))
+        ),
+        "backend": Bad(V, r"backend must be one of \['auto', 'torch'.* got 'cuda'", lambda r: r.rule(backend="cuda")),
+        "backend no name": Bad(V, r"backend must be one of \['auto', 'torch'.* got \[\]", lambda r: r.rule(backend=[])),
+        "unknown": Bad(T, "gate", lambda r: r.rule(gate=1)),
+        "unknown of forward": Bad(T, "unknown option 'gate'", lambda r: r.rule(ds.forward, gate=1)),
+        "unknown of backward": Bad(T, "unknown option 'gate'", lambda r: r.backward(gate=1)),
+        "option of forward": Bad(V, "save_mode must be one of .* got 0", lambda r: r.rule(ds.forward, save_mode=0)),
+        "no segment": Bad(V, "segments must be at least 1, got 0", lambda r: r.rule(segments=0)),
+        "segments as a flag": Bad(T, "segments must be an integer, got True", lambda r: r.rule(segments=True)),
+        "segments as a fraction": Bad(T, "segments must be an integer, got 1.0", lambda r: r.rule(segments=1.0)),
+        "segments beyond the chunks": Bad(
+            V, r"segments must be at most 1 \(.*: 1\), got 2", lambda r: r.rule(segments=2)
+        ),
+        "segments of backward": Bad(V, "segments must be at most 1", lambda r: r.backward(segments=2)),
+        "option of backward": Bad(V, "exchange must be one of .* got 0", lambda r: r.backward(exchange=0)),
+    }
+)
+
+
+def _gate(call: Callable = ds.chunk_gated_delta_rule, /, **changed: Any) -> Callable[[Rank], Any]:
+    """A call with a raw g: A_log and dt_bias of zeros where they are not changed."""
+    return lambda r: r.rule(
+        call, **({"use_gate_in_kernel": True, "A_log": torch.zeros(4), "dt_bias": torch.zeros(4)} | changed)
+    )
+
+
+RAW = {
+    "gate without A_log": Bad(
+        V, "A_log must be given with use_gate_in_kernel=True, got None", _gate(A_log=None, dt_bias=None)
     ),
-    "unit_keys": Bad(T, "unit_keys must be a bool, got 1", lambda r: r.rule(unit_keys=1)),
-    "output_final_state": Bad(
-        T, "output_final_state must be a bool, got None", lambda r: r.rule(output_final_state=None)
+    "gate with dt_bias alone": Bad(V, "A_log must be given with use_gate_in_kernel=True, got None", _gate(A_log=None)),
+    "A_log without a gate": Bad(V, "A_log belongs to use_gate_in_kernel=True", _gate(use_gate_in_kernel=False)),
+    "dt_bias without a gate": Bad(V, "dt_bias belongs to use_gate_in_kernel=True", _with("dt_bias", torch.zeros(4))),
+    "A_log no tensor": Bad(T, "A_log must be a tensor, got float", _gate(A_log=0.5)),
+    "dt_bias no tensor": Bad(T, "dt_bias must be a tensor, got int", _gate(dt_bias=0)),
+    "A_log elsewhere": Bad(V, "A_log is on meta, the context on cpu", _gate(A_log=torch.zeros(4, device="meta"))),
+    "A_log by key head": Bad(V, r"A_log must have shape \(4,\) .*\(2,\)", _gate(A_log=torch.zeros(2))),
+    "A_log for all heads": Bad(V, r"A_log must have shape \(4,\) .*\(\)", _gate(A_log=torch.tensor(0.0))),
+    "dt_bias by token": Bad(V, r"dt_bias must have shape \(4,\) .*\(6, 4\)", _gate(dt_bias=torch.zeros(6, 4))),
+    "dt_bias with an axis more": Bad(V, r"dt_bias must have shape \(4,\) .*\(1, 4\)", _gate(dt_bias=torch.zeros(1, 4))),
+    "A_log in bf16": Bad(
+        V, "A_log must be torch.float32 beside .* got torch.bfloat16", _gate(A_log=torch.zeros(4).bfloat16())
     ),
-    "scale": Bad(T, "scale must be a float or None, got '1'", lambda r: r.rule(scale="1")),
-    "scale as a flag": Bad(T, "scale must be a float or None, got True", lambda r: r.rule(scale=True)),
-    "scale as a tensor": Bad(T, "scale must be a float or None, got tensor", lambda r: r.rule(scale=torch.tensor(1.0))),
-    "backend": Bad(V, r"backend must be one of \['auto', 'torch'.* got 'cuda'", lambda r: r.rule(backend="cuda")),
-    "backend no name": Bad(V, r"backend must be one of \['auto', 'torch'.* got \[\]", lambda r: r.rule(backend=[])),
-    "unknown": Bad(T, "gate", lambda r: r.rule(gate=1)),
-    "unknown of forward": Bad(T, "unknown option 'gate'", lambda r: r.rule(ds.forward, gate=1)),
-    "unknown of backward": Bad(T, "unknown option 'gate'", lambda r: r.backward(gate=1)),
-    "option of forward": Bad(V, "save_mode='full' is not served", lambda r: r.rule(ds.forward, save_mode="full")),
-    "no segment": Bad(V, "segments must be at least 1, got 0", lambda r: r.rule(segments=0)),
-    "segments as a flag": Bad(T, "segments must be an integer, got True", lambda r: r.rule(segments=True)),
-    "segments as a fraction": Bad(T, "segments must be an integer, got 1.0", lambda r: r.rule(segments=1.0)),
-    "segments beyond the chunks": Bad(V, r"segments must be at most 1 \(.*: 1\), got 2", lambda r: r.rule(segments=2)),
-    "segments of backward": Bad(V, "segments must be at most 1", lambda r: r.backward(segments=2)),
-    "option of backward": Bad(V, "exchange must be one of .* got 0", lambda r: r.backward(exchange=0)),
+    "A_log in fp64": Bad(
+        V, "A_log must be torch.float32 beside .* got torch.float64", _gate(A_log=torch.zeros(4).double())
+    ),
+    "dt_bias in fp16": Bad(
+        V, "dt_bias must be torch.float32 beside .* got torch.float16", _gate(dt_bias=torch.zeros(4).half())
+    ),
+    "dt_bias of integers": Bad(V, "dt_bias must be torch.float32 .* got torch.int64", _gate(dt_bias=torch.arange(4))),
+    "raw g in fp16 beside bf16": Bad(
+        V,
+        "g must be torch.bfloat16 or torch.float32 beside .* got torch.float16",
+        lambda r: _gate(g=r.g.half())(r),
+    ),
+    "raw beta in fp16 beside bf16": Bad(
+        V,
+        "beta must be torch.bfloat16 or torch.float32 beside .* got torch.float16",
+        lambda r: r.rule(beta=r.beta.half(), use_beta_sigmoid_in_kernel=True),
+    ),
+    "a raw beta excuses no raw g": Bad(
+        V,
+        "g must be torch.float32 beside .* got torch.bfloat16",
+        lambda r: r.rule(g=r.g.bfloat16(), use_beta_sigmoid_in_kernel=True),
+    ),
+    "gate of forward": Bad(V, "A_log must be given", _gate(ds.forward, A_log=None)),
+    "gate of backward": Bad(
+        V, "A_log must be given", lambda r: r.backward(use_gate_in_kernel=True, dt_bias=torch.zeros(4))
+    ),
 }
 
 BACKWARD = {
@@ -164,7 +237,9 @@ CONVOLUTION = {
     ),
     "initial_state": Bad(V, "initial_state is not served", lambda r: r.convolution(initial_state=r.x)),
     "output_final_state": Bad(V, "output_final_state is not served", lambda r: r.convolution(output_final_state=True)),
-    "recompute_handle": Bad(V, "recompute_handle is not served", lambda r: r.convolution(recompute_handle={})),
+    "recompute_handle": Bad(
+        T, "recompute_handle must be a RecomputeHandle, got dict", lambda r: r.convolution(recompute_handle={})
+    ),
     "x no tensor": Bad(T, "x must be a tensor, got list", lambda r: r.convolution(x=[r.x])),
     "weight no tensor": Bad(T, "weight must be a tensor, got NoneType", lambda r: r.convolution(weight=None)),
     "bias no tensor": Bad(T, "bias must be a tensor, got float", lambda r: r.convolution(bias=0.0)),
@@ -246,6 +321,7 @@ LOCAL = {
 GROUPS: dict[str, tuple[dict[str, Bad], Callable[[Rank], Any] | None]] = {
     "operands": (OPERANDS, Rank.rule),
     "options": (OPTIONS, Rank.rule),
+    "raw": (RAW, Rank.rule),
     "backward": (BACKWARD, Rank.backward),
     "convolution": (CONVOLUTION, Rank.convolution),
     "unshard": (UNSHARD, lambda r: r.ctx.unshard(r.x)),

@@ -250,12 +250,14 @@ def differ_in(what: str) -> str:
     own = {"rounding": {}} | {
         "scale": {"scale": 0.5},
         "unit_keys": {"unit_keys": False},
+        "save_transfer": {"save_transfer": False},
+        "raw": {"use_qk_l2norm_in_kernel": True},
         "state": {"initial_state": pack.initial_state},
     }
     return said(ds.chunk_gated_delta_rule, *(ctx.shard(x) for x in pack[1:6]), ctx, **(own[what] if rank else {}))
 
 
-@pytest.mark.parametrize("what", ["scale", "unit_keys", "state", "rounding"])
+@pytest.mark.parametrize("what", ["scale", "unit_keys", "save_transfer", "raw", "state", "rounding"])
 def test_ranks_whose_options_differ(what: str) -> None:
     for rank, told in enumerate(gloo(2).run(differ_in, what)):
         assert told.startswith(f"RuntimeError: rank {rank}: collective 'summaries': rank {1 - rank} asks for"), told

@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import deltaspan as ds
@@ -59,6 +60,11 @@ def accept() -> bool:
     rank = Rank(context())
     rank.rule(initial_state=rank.pack.initial_state, scale=1, backend="torch", segments=1)
     rank.rule(scale=0.5, recompute_output="always", reuse_recompute_tapes=False)
+    gate = {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "dt_bias": torch.zeros(4)}
+    raw = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+    rank.rule(**gate, **raw, g=rank.g.bfloat16(), beta=rank.beta.bfloat16(), save_mode="full", save_transfer=False)
+    rank.rule(**gate | {"dt_bias": None}, boundary_mode="replay", recompute_handle=None, reuse_recompute_tapes=True)
+    rank.backward(**gate, **raw)
     rank.backward(dfinal_state=rank.pack.dfinal_state)
     rank.convolution(bias=rank.bias)
     rank.convolution(x=(rank.x, rank.x), weight=(rank.weight,) * 2, bias=(None, rank.bias), activation=None)

@@ -1,5 +1,6 @@
 """The bytes that are foretold: those recorded of another implementation, those handed to torch, those kept."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,38 @@ from tests.op.support import LAYOUTS, draw, leaf, offsets, simulate, split
 CONTEXTS = json.loads((Path(__file__).parents[1] / "data" / "context_vectors.json").read_text())["contexts"]
 LAYOUT_OF = dict(zip("CZD", LAYOUTS, strict=False))
 LENGTHS = [37, 60, 0, 1, 30, 5, 2, 40]
+FORWARD, BACKWARD = ("summaries", "entry_states", "halo"), ("adjoint_offsets", "exit_adjoints", "halo_gradient")
+EXCHANGES = ("all_to_all", "ring", "all_gather")
+RESEND, REPLAY = {"save_transfer": False}, {"boundary_mode": "replay"}
 
 
 @pytest.mark.parametrize("recorded", CONTEXTS, ids=lambda r: f"{r['layout']}{r['W']}-{len(r['cu']) - 1}")
 def test_recorded_bytes(recorded: dict[str, Any]) -> None:
     ctx = simulate(ds.partition(recorded["cu"], recorded["W"], LAYOUT_OF[recorded["layout"]]))
     heads = {"H": recorded["H"], "HV": recorded["HV"]}
-    found = [{name: list(both) for name, both in rank.items()} for rank in ds.comm_bytes(ctx, **heads)]
-    assert found == [rank["bytes"] for rank in recorded["ranks"]]
-    assert ds.saved_bytes(ctx, **heads) == [rank["saved"] for rank in recorded["ranks"]]
+    kept, resent, replayed = (
+        [{name: list(both) for name, both in rank.items()} for rank in ds.comm_bytes(ctx, **heads, **mode)]
+        for mode in ({}, {"save_transfer": False}, {"boundary_mode": "replay"})
+    )
+    ranks = recorded["ranks"]
+    assert kept == [rank["bytes"] for rank in ranks]
+    assert resent == [rank["bytes"] | {"adjoint_offsets": rank["resend"]["adjoint_offsets"]} for rank in ranks]
+    for rank, mine, again, twice in zip(ranks, kept, resent, replayed, strict=True):
+        sums = rank["sums"]
+        assert total(mine, FORWARD) == sums["forward"]
+        assert total(mine, BACKWARD) == sums["backward"]
+        assert total(again, BACKWARD) == sums["resend_backward"]
+        # recorded with the convolution run once more in a backward that replays; ours keeps its rows
+        whole = zip(sums["forward"], sums["replay_backward"], mine["halo"], strict=True)
+        assert total(twice, FORWARD + BACKWARD) == [forward + backward - halo for forward, backward, halo in whole]
+
+    assert ds.saved_bytes(ctx, **heads) == [rank["saved"] for rank in ranks]
+    assert ds.saved_bytes(ctx, **heads, save_transfer=False) == [rank["resend"]["saved"] for rank in ranks]
+    assert ds.saved_bytes(ctx, **heads, boundary_mode="replay") == [0] * len(ranks)
+
+
+def total(by_collective: dict[str, list[int]], names: tuple[str, ...]) -> list[int]:
+    return [sum(by_collective[name][way] for name in names) for way in (0, 1)]
 
 
 def handed_over(
@@ -35,7 +59,7 @@ def handed_over(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     taps: int = 4,
-    exchange: str = "all_to_all",
+    **mode: Any,
 ) -> tuple[dict, dict]:
     """Bytes that a layer's step gives to each collective and gets from it, and what was foretold."""
     H, HV, K, V = shape
@@ -54,10 +78,10 @@ def handed_over(
     leaves = [leaf(ctx.shard(x)) for x in (*pack[1:6], pack.x)]
     with mock.patch.object(Mail, "exchange", counted):
         y = ds.causal_conv1d(leaves[5].split(channels, dim=2), pack.weight.split(channels), ctx)
-        o, _ = ds.chunk_gated_delta_rule(*leaves[:5], ctx, exchange=exchange)
+        o, _ = ds.chunk_gated_delta_rule(*leaves[:5], ctx, **mode)
         torch.autograd.grad(o, leaves[:5], ctx.shard(pack.do))
         torch.autograd.grad(y, leaves[5], ctx.shard(pack.dy).split(channels, dim=2))
-    foretold = ds.comm_bytes(ctx, H=H, HV=HV, K=K, V=V, dtype=dtype, exchange=exchange)
+    foretold = ds.comm_bytes(ctx, H=H, HV=HV, K=K, V=V, dtype=dtype, **mode)
     return handed, foretold
 
 
@@ -71,13 +95,32 @@ def test_bytes_handed_over(rng: torch.Generator, world_size: int, layout: str, d
         assert handed == foretold and len(handed) == 6
 
 
-@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_of_other_exchanges(rng: torch.Generator, layout: str, exchange: str) -> None:
+def by_modes(modes: list[dict[str, Any]], *call: Any) -> list[tuple[dict, dict]]:
+    return [handed_over(*call, **mode) for mode in modes]
+
+
+@pytest.mark.parametrize(
+    ("layout", "exchange"),
+    [
+        ("contiguous", "all_to_all"),
+        ("ragged", "all_to_all"),
+        ("zigzag", "ring"),
+        ("ragged", "ring"),
+        ("zigzag_per_document", "all_gather"),
+        ("ragged", "all_gather"),
+    ],
+)
+def test_bytes_of_every_mode(rng: torch.Generator, layout: str, exchange: str) -> None:
+    """A ring and a gathering each ask for two collectives, beside the convolution's two, the owners for four."""
     part = split(offsets(LENGTHS), 4, layout, rng)
-    call = rng.initial_seed(), part, torch.bfloat16, (1, 5, 8, 12), 4, exchange
-    for handed, foretold in gloo(4).run(handed_over, *call):
-        assert handed == foretold and len(handed) == 4
+    modes = [{"exchange": exchange, **mode} for mode in ({}, RESEND, REPLAY, RESEND | REPLAY)]
+    call = rng.initial_seed(), part, torch.bfloat16, (1, 5, 8, 12)
+    for rank in gloo(4).run(by_modes, modes, *call):
+        assert [handed for handed, _ in rank] == [foretold for _, foretold in rank]
+        assert {len(handed) for handed, _ in rank} == {6 if exchange == "all_to_all" else 4}
+        (kept, resent, replayed, both) = (foretold for _, foretold in rank)
+        assert both == replayed  # nothing is kept that could be left out
+        assert (kept == resent) if exchange == "ring" else (kept.keys() == resent.keys())
 
 
 def test_nothing_is_handed_over_where_nothing_crosses(rng: torch.Generator) -> None:
@@ -99,22 +142,21 @@ def test_channels_of_the_convolution() -> None:
     assert ds.comm_bytes(ctx, H=1, HV=2, channels=5)[0]["halo"] == (3 * 5 * 2, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [*zip(LAYOUTS, (torch.bfloat16, torch.float64, torch.float32, torch.float16), strict=True)]
+)
 def test_saved_bytes(rng: torch.Generator, layout: str, dtype: torch.dtype) -> None:
-    pack = draw(rng, LENGTHS, H=1, HV=5, V=6).to(dtype)
-    ctx = simulate(split(pack.cu_seqlens, 3, layout, rng))
-    _, _, saved = ds.forward(*(ctx.shard(x) for x in pack[1:6]), ctx)
-    tensors = [[x for x in vars(s).values() if isinstance(x, torch.Tensor)] for s in saved]
-    kept = [sum(x.numel() * x.element_size() for x in of_rank) for of_rank in tensors]
-    assert kept == ds.saved_bytes(ctx, H=1, HV=5, K=8, V=6, dtype=dtype)
-
-
-@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
-def test_saved_bytes_of_other_exchanges(rng: torch.Generator, exchange: str) -> None:
-    pack = draw(rng, LENGTHS, H=1, HV=5, V=6).to(torch.bfloat16)
-    ctx = simulate(split(pack.cu_seqlens, 3, "zigzag"))
-    _, _, saved = ds.forward(*(ctx.shard(x) for x in pack[1:6]), ctx, exchange=exchange)
-    tensors = [[x for x in vars(s).values() if isinstance(x, torch.Tensor)] for s in saved]
-    kept = [sum(x.numel() * x.element_size() for x in of_rank) for of_rank in tensors]
-    assert kept == ds.saved_bytes(ctx, H=1, HV=5, K=8, V=6, exchange=exchange)
+    """Of every mode, whole and cut, by storages: what shows a part of something larger keeps all of it."""
+    heads = {"H": 1, "HV": 5, "K": 8, "V": 6}
+    pack = draw(rng, [*LENGTHS, 900], **heads).to(dtype)
+    ctx = simulate(split(pack.cu_seqlens, 2, layout, rng), p_rule="one")
+    operands = [ctx.shard(x) for x in pack[1:6]]
+    found = {}
+    for exchange, save_mode, rest, segments in itertools.product(EXCHANGES, ("light", "full"), ({}, RESEND), (None, 2)):
+        mode = {"exchange": exchange, "save_mode": save_mode, **rest, "segments": segments}
+        *_, saved = ds.forward(*operands, ctx, **mode)
+        kept = [{t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in s.tensors} for s in saved]
+        found[tuple(mode.values())] = [sum(of_rank.values()) for of_rank in kept]
+        assert found[tuple(mode.values())] == ds.saved_bytes(ctx, **heads, dtype=dtype, **mode), mode
+        assert ds.saved_bytes(ctx, **heads, dtype=dtype, **mode, **REPLAY) == [0, 0]
+    assert len(set(map(tuple, found.values()))) >= 8  # most differ: without maps all exchanges keep alike

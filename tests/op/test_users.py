@@ -13,6 +13,7 @@ from torch import Tensor
 import deltaspan as ds
 from deltaspan.reference import chunked_gated_delta_rule, recurrent_gated_delta_rule
 from tests.helpers import same_bits
+from tests.op.raw import ALL, GATE, draw_raw, join_raw, run_raw, some, true_raw
 from tests.op.support import (
     LAYOUTS,
     STATES,
@@ -20,6 +21,7 @@ from tests.op.support import (
     assert_exact,
     draw,
     join,
+    leaf,
     offsets,
     relative_error,
     run_convolution,
@@ -211,6 +213,45 @@ def leaf_of(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
 
 
+def test_8_a_packed_row_past_two_to_the_31_by_its_views(rng: torch.Generator) -> None:
+    T, K, pitch, last = 60_000, 64, 36_864, 256
+    row = torch.empty(T, pitch, dtype=torch.bfloat16)[:, -3 * K :]
+    row.copy_(torch.randn(row.shape, generator=rng) / K**0.5 / 2)
+    g, beta, do = (torch.randn(T, *size, generator=rng) for size in ((1,), (1,), (1, K)))
+    way = {"use_gate_in_kernel": True, "A_log": torch.zeros(1), "use_beta_sigmoid_in_kernel": True}
+
+    def call(row: Tensor, cu_seqlens: list[int]) -> tuple[Tensor, Tensor]:
+        row, start = leaf_of(row), T - cu_seqlens[-1]
+        ctx = ds.build_context(ds.partition(cu_seqlens, 1), device="cpu")
+        o, _ = ds.chunk_gated_delta_rule(*ds.packed_qkv_views(row, H=1, HV=1), g[start:], beta[start:], ctx, **way)
+        return o.detach()[-last:], torch.autograd.grad(o, row, do[start:].bfloat16())[0][-last:]
+
+    whole, rebased = call(row, [0, T - last, T]), call(row[-last:].clone(), [0, last])
+    assert all(map(same_bits, whole, rebased))
+
+
+@pytest.mark.parametrize(("layout", "dimension"), PAIRS)
+def test_9_the_gate_of_a_padded_buffer(rng: torch.Generator, layout: str, dimension: int) -> None:
+    raw = draw_raw(rng, [120, 89], GATE, K=dimension, V=dimension)
+    raw = raw._replace(A_log=torch.full_like(raw.A_log, np.log(16)))
+    truth = true_raw(raw)
+    part = split(raw.pack.cu_seqlens, 2, layout, rng)
+    assert_exact(join_raw(part, run_raw(raw, simulate(part))), truth)
+    rows = {name: getattr(raw.pack, name) for name in PER_TOKEN[:6]}
+    longer = raw.replace(
+        **{n: torch.cat([x, x.new_full((1, 47, *x.shape[2:]), torch.nan)], 1) for n, x in rows.items()}
+    )
+    ctx = ds.build_context(ds.partition(raw.pack.cu_seqlens, 1), device="cpu")
+    names = [*PER_TOKEN[:5], *raw.parameters]
+    leaves = {n: leaf(getattr(longer.pack, n)) for n in PER_TOKEN[:5]} | {n: leaf(x) for n, x in raw.parameters.items()}
+    states = {"initial_state": raw.pack.initial_state, "output_final_state": True}
+    o = ds.chunk_gated_delta_rule(**leaves, ctx=ctx, **states, **raw.way)
+    grads = torch.autograd.grad(o, list(leaves.values()), (longer.pack.do, raw.pack.dfinal_state))
+    found = {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
+    assert not any(found[f"d{name}"][:, 209:].any() for name in PER_TOKEN[:5])
+    assert_exact({n: x if "_" in n else x[:, :209] for n, x in found.items()}, {n: truth[n] for n in found})
+
+
 @pytest.mark.parametrize(("layout", "dimension"), PAIRS)
 @pytest.mark.parametrize("cu_seqlens", [[0, 16, 40, 40, 40], [0, 0, 16], [0, 8, 8, 16]])
 def test_10_empty_documents(rng: torch.Generator, cu_seqlens: list[int], layout: str, dimension: int) -> None:
@@ -260,3 +301,44 @@ def test_12_a_thousand_contexts(rng: torch.Generator) -> None:
         assert relative_error(found, true)[1] <= 1e-10, cu_seqlens
     del ctx, found, true, _
     assert alive() == before
+
+
+@pytest.mark.parametrize(("layout", "dimension"), PAIRS)
+@pytest.mark.parametrize("group", [1, 2, 3, 4])
+def test_13_rows_of_zero_under_any_number_of_value_heads(
+    rng: torch.Generator, group: int, layout: str, dimension: int
+) -> None:
+    raw = draw_raw(rng, [37, 20], ALL, H=2, HV=2 * group, K=dimension, V=dimension)
+    raw = raw.replace(q=some(raw.pack.q, 0), k=some(raw.pack.k.flip(1), 0).flip(1))
+    part = split(raw.pack.cu_seqlens, 2, layout, rng)
+    assert_exact(join_raw(part, run_raw(raw, simulate(part))), true_raw(raw))
+    narrow = run_raw(raw.to(torch.bfloat16, raw=torch.bfloat16), simulate(part))
+    assert {r[n].dtype for r in narrow for n in ("dA_log", "ddt_bias")} == {torch.float32}
+    assert all(x.isfinite().all() for r in narrow for x in r.values())
+
+
+@pytest.mark.parametrize(("layout", "dimension"), PAIRS)
+def test_14_gates_beyond_the_range_of_fp32(rng: torch.Generator, layout: str, dimension: int) -> None:
+    raw = draw_raw(rng, [40, 33, 20], GATE, bias=False, K=dimension, V=dimension)
+    raw = raw._replace(A_log=torch.full_like(raw.A_log, 100)).replace(g=some(raw.pack.g - 97, -200))
+    part = split(raw.pack.cu_seqlens, 2, layout, rng)
+    truth = true_raw(raw)
+    assert_exact(join_raw(part, run_raw(raw, simulate(part))), truth)
+    found = join_raw(part, run_raw(raw.to(torch.float32), simulate(part)))
+    # operands near -100 are rounded by 4e-6, which is the relative error of their gate
+    assert all(relative_error(found[name], truth[name])[0] <= 1e-4 for name in truth)
+
+
+@pytest.mark.parametrize(("layout", "dimension"), PAIRS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_14_a_token_that_forgets_all(rng: torch.Generator, dtype: torch.dtype, layout: str, dimension: int) -> None:
+    pack = draw(rng, [40, 33, 20], K=dimension, V=dimension).to(dtype)
+    g = pack.g.clone()
+    g[:, 50] = -torch.inf
+    part = split(pack.cu_seqlens, 2, layout, rng)
+    clean, found = (join(part, run_rule(p, simulate(part))) for p in (pack, pack._replace(g=g)))
+    assert_exact(found, true_rule(pack._replace(g=g)), 1e-10 if dtype == torch.float64 else 2e-4)
+    assert not found["dg"][:, 50].any()
+    for doc in (0, 2):
+        own, untouched = (of_documents(r, pack, doc, doc + 1) for r in (found, clean))
+        assert [name for name in own if not same_bits(own[name], untouched[name])] == []

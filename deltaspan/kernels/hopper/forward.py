@@ -310,7 +310,7 @@ def chunks_felt(reach, n):
         summed = total + gl.associative_scan(decay, 0, add)
         felt = gl.minimum(felt, gl.min(gl.where(summed < NOTHING, back + 1, n), 0))
         total = total + gl.sum(decay, 0)
-    return felt
+    return gl.where(total == total, felt, n)  # a NaN is felt everywhere
 
 
 @gluon.jit

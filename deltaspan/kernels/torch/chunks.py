@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deltaspan.kernels.stages import Grid
+from deltaspan.plan import CHUNK
 
 
 def to_chunks(x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
@@ -22,6 +23,15 @@ def to_tokens(chunks: Tensor, like: Tensor, grid: Grid, dtype: torch.dtype) -> T
     out = torch.zeros(like.shape[0], *rows.shape[1:], dtype=dtype, device=rows.device)
     out[: grid.tokens] = rows[grid.row_of_token].to(dtype)
     return out
+
+
+def whole_chunks(x: Tensor) -> Tensor:
+    """x [T, D] with rows of zeros up to a multiple of 64.
+
+    The last few elements of a tensor that does not fill the vector registers go through another exp, which may round
+    differently: in whole chunks a token's result does not depend on how many tokens stand beside it.
+    """
+    return torch.nn.functional.pad(x, (0, 0, 0, -len(x) % CHUNK))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltaspan.kernels.stages import Edges
-from deltaspan.plan import CHUNK
+from deltaspan.kernels.torch.chunks import whole_chunks
 
 
 def preactivation(x: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, edges: Edges) -> Tensor:
@@ -50,9 +50,7 @@ def sum_taps(rows: Tensor, weight: Tensor, taps: Tensor) -> Tensor:
 
 
 def _sigmoid(pre: Tensor) -> Tensor:
-    # The last few elements of a buffer that does not fill the vector registers go through another exp, which may round
-    # differently: padded to 64 rows, a token's result does not depend on how many tokens stand beside it.
-    return torch.sigmoid(torch.nn.functional.pad(pre, (0, 0, 0, -len(pre) % CHUNK)))[: len(pre)]
+    return whole_chunks(pre).sigmoid()[: len(pre)]
 
 
 def _sum_type(x: Tensor) -> torch.dtype:

@@ -9,10 +9,10 @@ The conventions of flash-linear-attention. All arithmetic is in the type of the 
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, pad
+from torch.nn.functional import logsigmoid
 
 from deltaspan.kernels.stages import Raw
-from deltaspan.plan import CHUNK
+from deltaspan.kernels.torch.chunks import whole_chunks
 
 EPSILON = 1e-6  # flash-linear-attention's
 NEARLY_EXP = -30.0  # below it log softplus(x) is x up to e^x / 2, which FP64 does not show
@@ -25,7 +25,7 @@ def ready(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, raw: Raw, dtype: torch.
     if raw.A_log is not None:
         g = _gate(_biased(g, raw, dtype), raw.A_log.to(dtype))[: len(g)]
     if raw.sigmoid:
-        beta = raw.largest_beta * _whole_chunks(beta.to(dtype)).sigmoid()[: len(beta)]
+        beta = raw.largest_beta * whole_chunks(beta.to(dtype)).sigmoid()[: len(beta)]
     return q, k, g, beta
 
 
@@ -43,7 +43,7 @@ def raw_gradients(
     if raw.A_log is not None:
         dg[:tokens], dA_log, ddt_bias = _gate_gradients(g, dg[:tokens], raw)
     if raw.sigmoid:
-        s = _whole_chunks(beta.to(dbeta.dtype)).sigmoid()[:tokens]
+        s = whole_chunks(beta.to(dbeta.dtype)).sigmoid()[:tokens]
         dbeta[:tokens] *= raw.largest_beta * s * (1 - s)
     return dq, dk, dg, dbeta, dA_log, ddt_bias
 
@@ -74,17 +74,8 @@ def _inverse_length(x: Tensor) -> Tensor:
 
 def _biased(g: Tensor, raw: Raw, dtype: torch.dtype) -> Tensor:
     """g + dt_bias over whole chunks, [64 n, HV]."""
-    g = _whole_chunks(g.to(dtype))
+    g = whole_chunks(g.to(dtype))
     return g if raw.dt_bias is None else g + raw.dt_bias.to(dtype)
-
-
-def _whole_chunks(x: Tensor) -> Tensor:
-    """x [T, HV] with rows of zeros up to a multiple of 64.
-
-    The last few elements of a tensor that does not fill the vector registers go through another exp, which may round
-    differently; so a token's result does not depend on how many tokens stand beside it.
-    """
-    return pad(x, (0, 0, 0, -len(x) % CHUNK))
 
 
 def _gate(x: Tensor, A_log: Tensor) -> Tensor:

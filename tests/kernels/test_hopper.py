@@ -1,0 +1,243 @@
+"""The Hopper tier's walks and compositions on the emulator, and on a GPU, against FP64 chunk by chunk."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, softplus
+
+import deltaspan as ds
+from deltaspan.plan import chunk_grid, segment_table
+from deltaspan.reference import chunked_gated_delta_rule
+from tests.emulator import DeviceFault, load, path_of, seeded
+
+TIER = "deltaspan.kernels.hopper"
+SCALE = 128**-0.5
+# One bf16 rounding of the state, of what is written and of A a chunk: 2^-9 each, and their sum in squares.
+BF16 = 6e-3
+
+
+class Problem(NamedTuple):
+    q: Tensor  # [T, H, 128] bf16
+    k: Tensor
+    v: Tensor  # [T, HV, 128] bf16
+    g: Tensor  # [T, HV]
+    beta: Tensor
+    entry: Tensor  # [S, HV, 128, 128], a state a segment
+    chunks: Tensor  # [NC, 2] int32
+    segments: Tensor  # [S, 5] int32
+    runs: list[tuple[int, int]]  # first token and end of each segment
+
+    def to(self, device: str) -> "Problem":
+        return Problem(*(x.to(device) if isinstance(x, Tensor) else x for x in self))
+
+    def truth(self, v: Tensor | None = None, entry: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """o and exit states of segments by themselves, in FP64."""
+        ends = [0, *(end for _, end in self.runs)]
+        given = (x[None].double() for x in (self.q, self.k, self.v if v is None else v, self.g, self.beta))
+        states = (self.entry if entry is None else entry).double()
+        o, exit = chunked_gated_delta_rule(*given, ends, initial_state=states)
+        return o[0], exit
+
+
+def drawn(
+    rng: torch.Generator, lengths: list[int], segments: int = 1, decay: str = "moderate", H: int = 1, group: int = 2
+) -> Problem:
+    T, HV = sum(lengths), H * group
+    part = ds.partition([sum(lengths[:i]) for i in range(len(lengths) + 1)], 1)
+    grid, table = chunk_grid(part, 0), segment_table(part, 0, segments)
+    draw = lambda *shape: torch.randn(*shape, generator=rng)  # noqa: E731
+    g = -(1 + 15 * torch.rand(HV, generator=rng)) * softplus(draw(T, HV) - 4)
+    g = {"moderate": g, "slow": -1e-4 * torch.rand(T, HV, generator=rng), "strong": 20 * g, "none": 0 * g}[decay]
+    last = table.first + table.count - 1
+    runs = list(zip(grid.start[table.first].tolist(), (grid.start[last] + grid.length[last]).tolist(), strict=True))
+    rows = [(*run, first, i, i) for i, (run, first) in enumerate(zip(runs, table.first.tolist(), strict=True))]
+    return Problem(
+        normalize(draw(T, H, 128), dim=-1).bfloat16(), normalize(draw(T, H, 128), dim=-1).bfloat16(),
+        draw(T, HV, 128).bfloat16(), g, torch.rand(T, HV, generator=rng), draw(len(runs), HV, 128, 128),
+        torch.tensor(list(zip(grid.start, grid.length, strict=True)), dtype=torch.int32),
+        torch.tensor(rows, dtype=torch.int32), runs,
+    )  # fmt: skip
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    return ((found.cpu().double() - truth).norm() / truth.norm()).item()
+
+
+class Machine:
+    """The kernels' own launches, on the emulator by a seed or on the GPU."""
+
+    def __init__(self, device: str, edited: dict[str, str] | None = None) -> None:
+        self.device, self.edited = device, edited or {}
+
+    def module(self, name: str):
+        if self.device == "cuda":
+            return __import__(f"{TIER}.{name}", fromlist=["x"])
+        return load(f"{TIER}.{name}", self.edited.get(name))
+
+    def prep(self, x: Problem):
+        with seeded(1):
+            return self.module("prep").prep(x.k, x.g, x.beta, x.chunks)
+
+    def forward(self, x: Problem, seed: int = 0, **options):
+        made = self.prep(x)
+        with seeded(seed):
+            return self.module("forward").forward(
+                x.q, x.k, x.v, made, x.entry, x.segments, len(x.segments), SCALE, **options
+            )
+
+    def transfer(self, x: Problem, seed: int = 0, **options):
+        made = self.prep(x)
+        with seeded(seed):
+            return self.module("transfer").transfer(x.k, made, x.segments, len(x.segments), **options)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def machine(request: pytest.FixtureRequest) -> Machine:
+    return Machine(request.param)
+
+
+@pytest.mark.parametrize("decay", ["moderate", "slow", "strong", "none"])
+def test_walk_and_output(rng: torch.Generator, machine: Machine, decay: str) -> None:
+    x = drawn(rng, [100, 1, 64, 150], 2, decay)
+    truth, exits = x.truth()
+    o, exit = machine.forward(x.to(machine.device), seed=3)
+    assert relative(o, truth) < BF16 and relative(exit, exits) < BF16
+    for begin, end in x.runs:
+        assert relative(o[begin:end], truth[begin:end]) < 2 * BF16, (begin, end)
+
+
+@pytest.mark.parametrize(("H", "group"), [(1, 1), (2, 3), (1, 4)])
+def test_any_heads(rng: torch.Generator, machine: Machine, H: int, group: int) -> None:
+    x = drawn(rng, [70, 20], H=H, group=group)
+    truth, exits = x.truth()
+    o, exit = machine.forward(x.to(machine.device))
+    assert relative(o, truth) < BF16 and relative(exit, exits) < BF16
+
+
+def test_the_order_of_partitions_changes_no_bit(rng: torch.Generator) -> None:
+    x = drawn(rng, [200])
+    first = Machine("cpu").forward(x, seed=0)
+    for seed in range(1, 4):
+        assert all(torch.equal(a, b) for a, b in zip(Machine("cpu").forward(x, seed=seed), first, strict=True))
+
+
+def test_exit_states_alone_are_those_of_the_walk(rng: torch.Generator, machine: Machine) -> None:
+    """To the bit, where nothing decays away."""
+    x = drawn(rng, [300, 64, 5], decay="slow").to(machine.device)
+    assert torch.equal(machine.forward(x, output=False)[1], machine.forward(x)[1])
+
+
+def test_what_decays_away_is_not_walked(rng: torch.Generator, machine: Machine) -> None:
+    """The exit state to fp32's last bits; the map is zero, as the whole walk would have made it."""
+    x = drawn(rng, [64 * 6], decay="moderate").to(machine.device)
+    x.g[:] = -0.5  # e^-32 a chunk
+    whole, alone = machine.forward(x)[1], machine.forward(x, output=False)[1]
+    assert relative(alone, whole.cpu().double()) < 1e-7
+    assert not machine.transfer(x).any()
+    x.g[70] = torch.nan  # nothing is skipped where nobody knows what decays
+    assert machine.transfer(x).isnan().any() and machine.forward(x, output=False)[1].isnan().any()
+
+
+@pytest.mark.parametrize("decay", ["moderate", "slow", "none"])
+def test_maps(rng: torch.Generator, machine: Machine, decay: str) -> None:
+    x = drawn(rng, [100, 1, 64, 130], decay=decay)
+    unit = torch.eye(128).expand_as(x.entry)
+    _, truth = x.truth(v=torch.zeros_like(x.v), entry=unit)
+    M = machine.transfer(x.to(machine.device), seed=2)
+    assert relative(M, truth) < BF16
+    # and the walk's own exit state is what the map and the offset say, to the walk's own roundings
+    nothing = x._replace(entry=torch.zeros_like(x.entry)).to(machine.device)
+    _, b = machine.forward(nothing, output=False)
+    _, exits = x.truth()
+    assert relative(M.cpu().double() @ x.entry.double() + b.cpu().double(), exits) < BF16
+
+
+def test_a_long_key_is_loud_and_nothing_else_is(rng: torch.Generator, machine: Machine) -> None:
+    x = drawn(rng, [100, 90])
+    o, exit = machine.forward(x.to(machine.device))
+    x.k[30] *= 1.2
+    found, state = machine.forward(x.to(machine.device))
+    assert found[30:100].isnan().all() and state[0].isnan().all()
+    assert torch.equal(found[:30], o[:30]) and torch.equal(found[100:], o[100:]) and torch.equal(state[1], exit[1])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_stands_behind_a_fragment_is_not_read(rng: torch.Generator, machine: Machine, name: str) -> None:
+    x = drawn(rng, [70, 30])
+    o, exit = machine.forward(x.to(machine.device))
+    getattr(x, name)[70:] = torch.nan
+    found, state = machine.forward(x.to(machine.device))
+    assert torch.equal(found[:70], o[:70]) and torch.equal(state[0], exit[0])
+    assert found[70:].isnan().any()
+
+
+def test_merge(rng: torch.Generator, machine: Machine) -> None:
+    M, X, b = (torch.randn(3, 2, 128, 128, generator=rng) for _ in range(3))
+    compose = machine.module("compose")
+    given = [t.to(machine.device) for t in (M / 11, X, b)]
+    for m, truth in ((given[0], M.double() / 11 @ X.double()), (given[0].mT, M.mT.double() / 11 @ X.double())):
+        found = compose.merge(m, *given[1:])
+        assert relative(found, truth + b.double()) < 1e-6
+        alone = compose.merge(m[1:2, 1:], given[1][1:2, 1:], given[2][1:2, 1:])
+        assert torch.equal(alone[0, 0], found[1, 1])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_chains(rng: torch.Generator, machine: Machine, transposed: bool) -> None:
+    """Two chains, of three members and of one; the same as merging step by step."""
+    maps, offsets = (torch.randn(5, 2, 128, 128, generator=rng) / n for n in (11, 1))
+    steps = torch.tensor([[4, 0, 1], [2, 3, 0], [1, 1, 3], [0, 2, 2]], dtype=torch.int32)
+    starts = torch.tensor([0, 3, 4], dtype=torch.int32)
+    device = machine.device
+    found_maps, found_offsets = machine.module("compose").compose(
+        *(t.to(device) for t in (maps, offsets, steps, starts)), 4, transposed=transposed
+    )
+    M = maps.double().mT if transposed else maps.double()
+    expected = {}
+    for chain in ([0, 1, 2], [3]):
+        a, b = None, None
+        for i in chain:
+            row, offset, place = steps[i].tolist()
+            a, b = (
+                (M[row], offsets[offset].double()) if a is None else (M[row] @ a, M[row] @ b + offsets[offset].double())
+            )
+            expected[place] = a, b
+    for place, (a, b) in expected.items():
+        assert relative(found_maps[place], a) < 1e-6 and relative(found_offsets[place], b) < 1e-6
+
+
+ARRIVE = "        barrier()\n        mbarrier.arrive(ready.index(b), count=1)\n"
+FAULTS = {
+    "no wait for what is prepared": ("forward", "        mbarrier.wait(ready.index(b), (i >> 1) & 1)\n", ""),
+    "no wait for room": ("forward", "        mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),
+    "bytes of one tile too many": ("forward", "(3 if OUTPUT else 2) * TILE_BYTES", "(4 if OUTPUT else 2) * TILE_BYTES"),
+    "A overwritten while it is read": ("forward", "            W = warpgroup_mma_wait(0, deps=[W, p, a])[0]\n", ""),
+    "tail not cleared": ("forward", "            clear_behind(k, held)\n", ""),
+    "no fence": ("forward", f"        fence_async_shared()\n{ARRIVE}", ARRIVE),
+    "late arrival": ("forward", "        mbarrier.arrive(empty.index(stage), count=1)\n", ""),
+    "wrong phase": ("transfer", "mbarrier.wait(ready.index(b), (i >> 1) & 1)", "mbarrier.wait(ready.index(b), i & 1)"),
+    "one half of the map lost": ("transfer", "            T = warpgroup_mma(r_low, x, T, is_async=True)\n", ""),
+    "identity for all": ("transfer", "== column[None, :], passes, 0.0)", "== column[None, :], 1.0, 0.0)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(rng: torch.Generator, fault: str) -> None:
+    name, before, after = FAULTS[fault]
+    source = path_of(f"{TIER}.{name}").read_text()
+    assert before in source
+    machine = Machine("cpu", {name: source.replace(before, after)})
+    x = drawn(rng, [64 * 4 + 9, 70], decay="none")
+    x.g[:265] = -1.0 if fault == "identity for all" else 0.0
+    x.k[265:] = torch.nan  # the second segment's, which nobody looks at
+    clean = getattr(Machine("cpu"), name)(x)
+    try:
+        found = getattr(machine, name)(x)
+    except DeviceFault:
+        return
+    if name == "transfer":
+        assert not torch.equal(found[0], clean[0])
+    else:
+        assert not (torch.equal(found[0][:265], clean[0][:265]) and torch.equal(found[1][0], clean[1][0]))
