@@ -9,7 +9,7 @@ from deltaspan.exchange import Program, fetch_rows
 from deltaspan.kernels import select
 from deltaspan.op.context import Context
 from deltaspan.op.operands import check_tensor, check_type, squeeze
-from deltaspan.op.recompute import RecomputeHandle, check_handle
+from deltaspan.op.recompute import CONVOLUTION, RecomputeHandle, check_handle
 from deltaspan.op.together import anchor, any_row_crosses
 from deltaspan.op.view import RankView
 
@@ -129,7 +129,7 @@ class _CausalConv1d(torch.autograd.Function):
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ranks = _by_rank(flat, count)
-        entry = handle.find("convolution") if handle is not None else None
+        entry = handle.find(CONVOLUTION) if handle is not None else None
         problem = ctx, activation, [(f.x.shape, f.x.dtype) for filters in ranks for f in filters]
         if entry is not None and (entry[0][0] is not ctx or entry[0][1:] != problem[1:]):
             raise ValueError(
@@ -143,7 +143,7 @@ class _CausalConv1d(torch.autograd.Function):
             ]
         )
         if handle is not None and entry is None:
-            handle.entries["convolution"] = problem, [history for _, history in done]
+            handle.entries[CONVOLUTION] = problem, [history for _, history in done]
         fn.context, fn.activation, fn.count, fn.given = ctx, activation, count, len(flat)
         fn.save_for_backward(*flat, *(h for _, history in done for h in history))
         return tuple(y for outputs, _ in done for y in outputs)

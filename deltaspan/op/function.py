@@ -13,7 +13,7 @@ from deltaspan.op.forward import forward_program, stages
 from deltaspan.op.keeping import Keeping
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
-from deltaspan.op.recompute import RecomputeHandle, Region, check_handle, surrounding, taken
+from deltaspan.op.recompute import RULE, RecomputeHandle, Region, check_handle, surrounding, taken
 from deltaspan.op.saved import check_saved
 from deltaspan.op.together import anchor, any_state_crosses
 
@@ -130,7 +130,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """region: None also if no node will be recorded, for then nothing is saved."""
         ranks = _by_rank(flat)
-        entered = handle.find("rule") if handle is not None else None
+        entered = handle.find(RULE) if handle is not None else None
         for saved, x in zip(entered or (), ranks, strict=bool(entered)):
             check_saved(saved, ctx, options, x, argument="recompute_handle")
         keeping = Keeping.of(options, region, flat, len(ranks), stages(ctx, options).KEPT_TENSORS)
@@ -141,7 +141,7 @@ class _GatedDeltaRule(torch.autograd.Function):
             ]
         )
         if handle is not None and entered is None:
-            handle.entries["rule"] = [f.saved.of_mode(options).sealed() for f in done]
+            handle.entries[RULE] = [f.saved.of_mode(options).sealed() for f in done]
         fn.context, fn.options, fn.given, fn.keeping = ctx, options, len(flat), keeping
         fn.templates = [f.saved.with_tensors((), ()) for f in done]
         fn.save_for_backward(*flat, *keeping.tensors(options, done))

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+RULE, CONVOLUTION = "rule", "convolution"  # the entries of a handle
+
 
 @dataclass(eq=False)
 class RecomputeHandle:
@@ -44,8 +46,18 @@ class RecomputeHandle:
 def check_handle(handle: Any, keeps: bool = True) -> None:
     if handle is not None and not isinstance(handle, RecomputeHandle):
         raise TypeError(f"recompute_handle must be a RecomputeHandle, got {type(handle).__name__}")
+    if handle is not None and in_selective_checkpoint():
+        raise ValueError(
+            "recompute_handle leaves operators out of the recompute, and a selective checkpoint expects the same ones "
+            "in both runs: use one or the other"
+        )
     if handle is not None and not keeps:
         raise ValueError("recompute_handle needs boundary_mode='saved', for it keeps what 'replay' exchanges again")
+
+
+def in_selective_checkpoint() -> bool:
+    """Whether a checkpoint that keeps some operators' results watches: it expects the same operators in both runs."""
+    return type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
 
 
 def in_backward() -> bool:
@@ -69,9 +81,7 @@ class Region:
 def surrounding() -> Region | None:
     """The innermost non-reentrant checkpoint around this call; None for none, or if another hook stands between."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    # A selective checkpoint expects the same operators in both runs.
-    selective = type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
-    if hooks is None or selective:
+    if hooks is None or in_selective_checkpoint():
         return None
     pack = inspect.unwrap(hooks[0], stop=lambda f: not hasattr(f, "__wrapped__"))
     pack = getattr(pack, "_torchdynamo_orig_callable", pack)

@@ -8,16 +8,19 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from deltaspan.op.recompute import CONVOLUTION, RULE, RecomputeHandle
 from deltaspan.op.view import RankView
 
 STOPPED = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())  # torch's way to end a recompute: no failure
 
 
-def together(awaited: Callable[[RankView], bool]) -> Callable[[Callable], Callable]:
+def together(awaited: Callable[[RankView], bool], entry: str | None = None) -> Callable[[Callable], Callable]:
     """Marks such a call. A context is among its arguments, or is its first one's `context`.
 
     awaited: whether the other ranks will ask for a collective in this call. If this rank raises then, they are told
     (over gloo; NCCL has only its timeout), and end with an error that names it.
+    entry: by which a recompute handle keeps what the call received. Where it is there, nobody asks for anything, and
+    the next call is the one that counts.
     """
 
     def mark(call: Callable) -> Callable:
@@ -26,12 +29,17 @@ def together(awaited: Callable[[RankView], bool]) -> Callable[[Callable], Callab
             ctx = _context_of(args, kwargs)
             if ctx is None or not awaited(ctx._views[0]):
                 return call(*args, **kwargs)
-            ctx._transport.begin()
+            handle = kwargs.get("recompute_handle")
+            served = isinstance(handle, RecomputeHandle) and entry in handle.entries
+            if not served:
+                ctx._transport.begin()
             try:
                 return call(*args, **kwargs)
             except STOPPED:
                 raise
             except Exception as error:
+                if served:
+                    ctx._transport.begin()
                 _tell(ctx, error)
                 raise
 
@@ -69,8 +77,8 @@ def _tell(ctx: Any, error: Exception) -> None:
     error.told_to_others = True
 
 
-any_state_crosses = together(lambda view: not view.seams.none)
-any_row_crosses = together(lambda view: not view.history.none)
+any_state_crosses = together(lambda view: not view.seams.none, RULE)
+any_row_crosses = together(lambda view: not view.history.none, CONVOLUTION)
 always = together(lambda view: True)
 
 
