@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ import numpy as np
 import typer
 
 import deltaspan as ds
+from deltaspan.bench.facts import commit
 from deltaspan.layout import Partition, halo_plan
 from deltaspan.plan import DEFAULT_RULE, chain_links, plan_segments, segment_table
 from deltaspan.plan.cost import makespans
@@ -120,7 +120,7 @@ def record(most_ranks: int = MOST_RANKS, repeats: int = REPEATS) -> dict[str, An
     return {
         "machine": _machine(),
         "versions": {"deltaspan": ds.__version__, "numpy": np.__version__, "python": platform.python_version()},
-        "commit": _commit(),
+        "commit": commit(),
         "settings": {
             "rule": DEFAULT_RULE,
             "hv": HV,
@@ -163,16 +163,6 @@ def _machine() -> dict[str, str | int]:
         "cpus_used": usable,
         "system": platform.system(),
     }
-
-
-def _commit() -> str | None:
-    """The checkout's commit, with -dirty where files differ from it; None outside of a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def main(

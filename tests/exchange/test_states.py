@@ -103,7 +103,9 @@ def test_composition_keeps_documents_apart(rng: torch.Generator, part: Partition
 
 
 def seams(part: Partition, rank: int) -> Seams:
-    n_out, n_in = (tuple(n.tolist()) for n in crossings(part)[:2])
+    n_out, n_in, n_through = (tuple(n.tolist()) for n in crossings(part))
+    own = part.rows(rank)
+    through = part.crossing_in[part.crossing_out], part.crossing_in[own][part.crossing_out[own]]
 
     def hops() -> tuple[tuple[Hop, ...], ...]:
         return tuple(
@@ -111,19 +113,27 @@ def seams(part: Partition, rank: int) -> Seams:
             for way in ring_hops(part, rank)
         )
 
-    return Seams(rank, n_out, n_in, *links(part), hops)
+    numbers = (torch.from_numpy(np.flatnonzero(x)) for x in through)
+    return Seams(rank, n_out, n_in, n_through, *numbers, *links(part), hops)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("heads", [1, 2, 4, 5])
-def test_states_and_adjoints_come_home(rng: torch.Generator, part: Partition, heads: int, exchange: str) -> None:
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "sent again"])
+def test_states_and_adjoints_come_home(
+    rng: torch.Generator, part: Partition, heads: int, exchange: str, keep: bool
+) -> None:
+    """Without what was kept, maps of fragments that state enters and leaves are enough; others' are not looked at."""
     M, b, d = drawn(rng, part, heads)
     forward, backward = links(part)
 
     def program(rank: int, *share: Tensor) -> Program[tuple[Tensor, Tensor]]:
         mine, (M, b, d) = seams(part, rank), share
         entry, kept = yield from carry_states(exchange, mine, merge, M, b, "")
-        return entry, (yield from carry_adjoints(exchange, mine, merge, kept, d, ""))
+        known = torch.full_like(M, torch.nan)
+        known[mine.own_through] = M[mine.own_through]
+        both = (kept, None) if keep else (None, known)
+        return entry, (yield from carry_adjoints(exchange, mine, merge, *both, d, ""))
 
     n_out, n_in = (n.tolist() for n in crossings(part)[:2])
     shares = zip(M.split(n_out), b.split(n_out), d.split(n_in), strict=True)
@@ -140,7 +150,7 @@ def test_nobody_asks_where_nothing_crosses(rng: torch.Generator, exchange: str) 
     M, b, d = drawn(rng, part, 2)
     for programs in (
         carry_states(exchange, seams(part, 0), merge, M, b, ""),
-        carry_adjoints(exchange, seams(part, 0), merge, M, d, ""),
+        carry_adjoints(exchange, seams(part, 0), merge, M, None, d, ""),
     ):
         with pytest.raises(StopIteration):
             next(programs)
