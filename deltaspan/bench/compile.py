@@ -42,7 +42,7 @@ def _prep(H: int, group: int, shared: int, instructions: int) -> Case:
         kernel="deltaspan.kernels.hopper.prep:prep_kernel",
         arguments={
             "k": "*bf16", "g": "*fp32", "beta": "*fp32", "chunks": "*i32", "A": "*bf16", "G": "*fp32", "broken": "*i32",
-            "reach": "*fp32", "NC": "i32",
+            "reach": "*fp32", "NC": "i32", "pitch": "i32",
         },
         constants={"H": H, "GROUP": group},
         num_warps=1,

@@ -1,10 +1,13 @@
 """Which tier serves a call: by name, or by device; a refusal carries its reason."""
 
+from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 
-TIERS = ("torch",)
+TIERS = ("torch", "hopper")
+HOMES = {"torch": "deltaspan.kernels.torch", "hopper": "deltaspan.kernels.hopper.tier"}
 
 
 def is_supported(device: torch.device | str) -> bool:
@@ -16,21 +19,45 @@ def is_supported(device: torch.device | str) -> bool:
         return False
 
 
-def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu") -> str:
+def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu", **call: Any) -> str:
     """The tier that serves `backend` on `device`.
 
+    call: of a call, what tiers tell apart: dtype, K, V, unit_keys, save_mode, and `backward`, whether it wants one.
+
     Raises:
-        ValueError: an unknown name, or a tier that this release does not have.
+        ValueError: an unknown name, or a tier that does not serve the call, with the reason.
     """
     if backend not in ("auto", *TIERS):
         raise ValueError(f"backend must be one of {['auto', *TIERS]}, got {backend!r}")
     if not is_supported(device):
         raise ValueError(f"backend {backend!r} runs on cpu and cuda devices, got {device}")
-    return "torch"
+    if backend == "hopper" and (reason := _beyond_hopper(torch.device(device), **call)):
+        raise ValueError(f"backend 'hopper' {reason}; backend='torch' does")
+    return "torch" if backend == "auto" else backend
 
 
 def tier(name: str) -> ModuleType:
     """The stages of a tier by its name."""
-    from deltaspan.kernels import torch as torch_tier
+    return import_module(HOMES[name])
 
-    return {"torch": torch_tier}[name]
+
+def _beyond_hopper(
+    device: torch.device, *, dtype: torch.dtype = torch.bfloat16, K: int = 128, V: int = 128, unit_keys: bool = True,
+    save_mode: str = "light", backward: bool = False,
+) -> str | None:  # fmt: skip
+    """Why the Hopper tier does not serve a call, None if it does."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"runs on CUDA devices of compute capability 9.0, not on {device}"
+    if dtype != torch.bfloat16 or (K, V) != (128, 128):
+        return f"serves bf16 operands with K = V = 128, not {dtype} with K={K} and V={V}"
+    if not unit_keys:
+        return "serves unit_keys=True alone"
+    if backward:
+        return "has no backward yet: it serves deltaspan.forward and calls under torch.no_grad()"
+    if save_mode != "light":
+        return f"does not serve save_mode={save_mode!r} yet"
+    try:
+        import_module(HOMES["hopper"])
+    except ImportError as error:
+        return f"needs Triton 3.6 or newer (pip install 'deltaspan[kernels]'): {error}"
+    return None

@@ -9,8 +9,8 @@ are.
     M, b = summary(tape, runs, entry)
         entry [n, HV, K, V] -> M [n, HV, K, K], b [n, HV, K, V]     exit state = M (state added to entry) + b
     M = transfer(tape, runs)                                        the same M alone
-    o, exit, states = walk(tape, runs, entry, output=)
-        entry [S, HV, K, V] -> o [T, HV, V] or None, exit like entry; states: for gradients()
+    o, exit, states = walk(tape, runs, entry, output=, exits=)
+        entry [S, HV, K, V] -> o [T, HV, V] or None, exit like entry (if anybody reads them); states: for gradients()
     adjoint = adjoint_prep(tape, do)
         do [T, HV, V]
     d = adjoint_summary(adjoint, runs, leaving)
@@ -65,6 +65,7 @@ class Runs(NamedTuple):
     inverse: Tensor  # [n] int64, the walking order's inverse
     first: Tensor  # [n] int64, first chunk, in walking order
     last: Tensor  # [n] int64, last chunk, in walking order
+    table: Tensor  # [n, 4] int32: first token, end, first chunk, place as the caller counts them; in walking order
     active: tuple[int, ...]  # by step, how many still have a chunk
 
 
@@ -75,6 +76,11 @@ class Grid:
     tokens: int
     start: Tensor  # [NC] int32
     length: Tensor  # [NC] int32
+
+    @cached_property
+    def table(self) -> Tensor:
+        """[NC, 2] int32: first token and tokens of each chunk."""
+        return torch.stack([self.start, self.length], dim=1)
 
     @cached_property
     def valid(self) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from deltaspan.op.arguments import Shards, batched, operands_of, options_of
 from deltaspan.op.backward import Gradients, backward_program
 from deltaspan.op.context import Context
-from deltaspan.op.forward import forward_program
+from deltaspan.op.forward import forward_program, stages
 from deltaspan.op.operands import check_like
 from deltaspan.op.saved import Saved, check_saved
 from deltaspan.op.together import any_state_crosses
@@ -35,6 +35,7 @@ def forward(
     """
     options = options_of(ctx, **options)
     ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias)
+    stages(ctx, ranks[0], options)
     done = ctx._transport.run(
         [forward_program(ctx, view, x, options) for view, x in zip(ctx._views, ranks, strict=True)]
     )
@@ -81,6 +82,7 @@ def backward(
         None if t is None else check_like("dfinal_state", t, x.state_shape(ctx.part.num_documents), ctx.device)
         for t, x in zip(ctx._replicated("dfinal_state", dfinal_state), ranks, strict=True)
     ]
+    stages(ctx, ranks[0], options, backward=True)
     for s, x in zip(kept, ranks, strict=True):
         check_saved(s, ctx, options, x)
     done = ctx._transport.run(

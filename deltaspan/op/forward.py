@@ -30,14 +30,14 @@ def forward_program(
     entered: what an earlier run of the same forward kept, which then is not exchanged again.
     Without `output` o is None.
     """
-    tier = stages(ctx, options)
+    tier = stages(ctx, x, options)
     cut = ctx._cut(view, x.v.shape[1], options.segments)
     tape = prepare(tier, view, x, options)
     if entered is None:
         entry, saved = yield from enter(ctx, view, cut, x, options, tape)
     else:
         entry, saved = entry_states(cut, x, entered), entered
-    o, exit, states = tier.walk(tape, cut.every, entry, output=output)
+    o, exit, states = tier.walk(tape, cut.every, entry, output=output, exits=options.output_final_state)
     final = final_states(view, cut, x, exit, ctx.part.num_documents) if options.output_final_state else None
     return Forward(o, final, saved, tier.keep(tape, states))
 
@@ -46,7 +46,7 @@ def enter(
     ctx: Context, view: RankView, cut: Segments, x: Operands, options: Options, tape: Any
 ) -> Program[tuple[Tensor, Saved]]:
     """The true entry state of every segment, [S, HV, K, V], and what the exchange's way back needs."""
-    tier = stages(ctx, options)
+    tier = stages(ctx, x, options)
     entry = start_states(cut, x)
     M, b = tier.summary(tape, cut.left, entry[cut.left_slots])
     folded = fold(tier.merge, cut.forward, M, b)
@@ -87,5 +87,8 @@ def common(x: Operands, options: Options) -> str:
     return ", ".join([heads, *(f"{name} {getattr(options, name)}" for name in named), *raw, given])
 
 
-def stages(ctx: Context, options: Options) -> Any:
-    return select.tier(select.chosen_backend(options.backend, device=ctx.device))
+def stages(ctx: Context, x: Operands, options: Options, *, backward: bool = False) -> Any:
+    """The tier that serves the call. Raises ValueError if the one that is asked for does not."""
+    call = {"dtype": x.q.dtype, "K": x.k.shape[2], "V": x.v.shape[2], "unit_keys": options.unit_keys}
+    call |= {"save_mode": options.save_mode, "backward": backward}
+    return select.tier(select.chosen_backend(options.backend, device=ctx.device, **call))

@@ -110,6 +110,7 @@ def chunk_gated_delta_rule(
     ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias, autocast=True)
     flat = [anchor(ctx), *(t for x in ranks for t in x)]
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in flat)
+    stages(ctx, ranks[0], options, backward=recorded)
     results = _GatedDeltaRule.apply(ctx, options, recompute_handle, surrounding() if recorded else None, *flat)
     o, final = results[: len(ranks)], results[len(ranks) :]
     return batched(ctx, o, q), (ctx._unlisted(final) if output_final_state else None)
@@ -133,7 +134,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         entered = handle.find(RULE) if handle is not None else None
         for saved, x in zip(entered or (), ranks, strict=bool(entered)):
             check_saved(saved, ctx, options, x, argument="recompute_handle")
-        keeping = Keeping.of(options, region, flat, len(ranks), stages(ctx, options).KEPT_TENSORS)
+        keeping = Keeping.of(options, region, flat, len(ranks), stages(ctx, ranks[0], options).KEPT_TENSORS)
         done = ctx._transport.run(
             [
                 forward_program(ctx, view, x, options, kept, output=keeping.output)

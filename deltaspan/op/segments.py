@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltaspan.kernels.stages import Runs
 from deltaspan.op.view import RankView, upload
-from deltaspan.plan import Passage, passages, segment_table, walk_order
+from deltaspan.plan import ChunkGrid, Passage, WalkOrder, chunk_grid, passages, segment_table, walk_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,16 +52,23 @@ def cut(view: RankView, segments: int) -> Segments:
         "last_slots": last,
         "last_docs": doc[last],
     }
-    columns = [c for w in walks.values() for c in (w.order, np.argsort(w.order), w.first, w.first + w.count - 1)]
+    grid = chunk_grid(part, view.rank)
+    columns = [c for w in walks.values() for c in _run_columns(w, grid)]
     columns += [c for way in ways for c in (*(c for step in way.steps for c in step), *way[1:])]
     tensors = iter(upload(device, [*arrays.values(), *columns]))
     take = tensors.__next__
     return Segments(
         count=len(table.first),
         **{name: take() for name in arrays},
-        **{name: Runs(take(), take(), take(), take(), w.active) for name, w in walks.items()},
+        **{name: Runs(take(), take(), take(), take(), take().int(), w.active) for name, w in walks.items()},
         **{name: _passage(way, take) for name, way in zip(("forward", "backward"), ways, strict=True)},
     )
+
+
+def _run_columns(w: WalkOrder, grid: ChunkGrid) -> tuple[np.ndarray, ...]:
+    last = w.first + w.count - 1
+    tokens = grid.start[w.first], grid.start[last] + grid.length[last]
+    return w.order, np.argsort(w.order), w.first, last, np.stack([*tokens, w.first, w.order], axis=1)
 
 
 def _passage(way: Passage[np.ndarray], take: Callable[[], Tensor]) -> Passage[Tensor]:

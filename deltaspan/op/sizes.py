@@ -2,8 +2,8 @@
 
 import torch
 
+from deltaspan.kernels import select
 from deltaspan.op.context import Context
-from deltaspan.op.forward import stages
 from deltaspan.op.operands import check_heads
 from deltaspan.op.options import Options, check_segments
 from deltaspan.op.view import RankView
@@ -64,6 +64,7 @@ def saved_bytes(
         save_transfer=save_transfer, backend=backend,
     )  # fmt: skip
     check_segments(segments, ctx.part)
+    backend = select.chosen_backend(backend, device=ctx.device, dtype=dtype, K=K, V=V, save_mode=save_mode)
     heads = {"HV": HV, "K": K, "V": V, "state_size": _state_size(dtype)}
 
     def of_rank(view: RankView) -> int:
@@ -72,7 +73,7 @@ def saved_bytes(
         cut = ctx._segments(view.rank, HV, segments)
         states = retained_bytes(ctx.part, view.rank, segments=cut, transfers=save_transfer, exchange=exchange, **heads)
         chunks = len(view.grid.start) if save_mode == "full" else 0
-        return states + stages(ctx, options).kept_bytes(chunks, **heads)
+        return states + select.tier(backend).kept_bytes(chunks, **heads)
 
     return ctx._each(of_rank)
 

@@ -26,7 +26,7 @@ class Problem(NamedTuple):
     beta: Tensor
     entry: Tensor  # [S, HV, 128, 128], a state a segment
     chunks: Tensor  # [NC, 2] int32
-    segments: Tensor  # [S, 5] int32
+    segments: Tensor  # [S, 4] int32
     runs: list[tuple[int, int]]  # first token and end of each segment
 
     def to(self, device: str) -> "Problem":
@@ -52,7 +52,7 @@ def drawn(
     g = {"moderate": g, "slow": -1e-4 * torch.rand(T, HV, generator=rng), "strong": 20 * g, "none": 0 * g}[decay]
     last = table.first + table.count - 1
     runs = list(zip(grid.start[table.first].tolist(), (grid.start[last] + grid.length[last]).tolist(), strict=True))
-    rows = [(*run, first, i, i) for i, (run, first) in enumerate(zip(runs, table.first.tolist(), strict=True))]
+    rows = [(*run, first, i) for i, (run, first) in enumerate(zip(runs, table.first.tolist(), strict=True))]
     return Problem(
         normalize(draw(T, H, 128), dim=-1).bfloat16(), normalize(draw(T, H, 128), dim=-1).bfloat16(),
         draw(T, HV, 128).bfloat16(), g, torch.rand(T, HV, generator=rng), draw(len(runs), HV, 128, 128),
@@ -83,14 +83,12 @@ class Machine:
     def forward(self, x: Problem, seed: int = 0, **options):
         made = self.prep(x)
         with seeded(seed):
-            return self.module("forward").forward(
-                x.q, x.k, x.v, made, x.entry, x.segments, len(x.segments), SCALE, **options
-            )
+            return self.module("forward").forward(x.q, x.k, x.v, made, x.entry, x.segments, SCALE, **options)
 
     def transfer(self, x: Problem, seed: int = 0, **options):
         made = self.prep(x)
         with seeded(seed):
-            return self.module("transfer").transfer(x.k, made, x.segments, len(x.segments), **options)
+            return self.module("transfer").transfer(x.k, made, x.segments, **options)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -182,6 +180,8 @@ def test_merge(rng: torch.Generator, machine: Machine) -> None:
         assert relative(found, truth + b.double()) < 1e-6
         alone = compose.merge(m[1:2, 1:], given[1][1:2, 1:], given[2][1:2, 1:])
         assert torch.equal(alone[0, 0], found[1, 1])
+        beside = compose.merge(m, *(torch.cat([t, t.flip(0)], -1) for t in given[1:]))
+        assert torch.equal(beside[..., :128], found)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -15,24 +15,25 @@ COLUMNS = tl.constexpr(32)  # of one program: 8 programs a tile of [K, K + V] fi
 
 
 @triton.jit
-def step(M, x, b, PITCH: tl.constexpr, NEXT: tl.constexpr):
-    """M x + b for M [128, 128] and x, whose rows are 128 apart, at pointers, b [128, COLUMNS]."""
+def step(M, x, b, WIDTH: tl.constexpr, PITCH: tl.constexpr, NEXT: tl.constexpr):
+    """M x + b for M [128, 128] and x, whose rows are WIDTH apart, at pointers, b [128, COLUMNS]."""
     rows = tl.arange(0, DIM)
     columns = tl.arange(0, COLUMNS)
     for first in range(0, DIM, PART):
         inner = first + tl.arange(0, PART)
         m = tl.load(M + rows[:, None] * PITCH + inner[None, :] * NEXT)
-        b = tl.dot(m, tl.load(x + inner[:, None] * DIM + columns[None, :]), b, input_precision="ieee")
+        b = tl.dot(m, tl.load(x + inner[:, None] * WIDTH + columns[None, :]), b, input_precision="ieee")
     return b
 
 
 @triton.jit
-def merge_kernel(M, X, b, out, PITCH: tl.constexpr, NEXT: tl.constexpr):
-    """out = M X + b for tiles [n, 128, 128], one after another; PITCH and NEXT: 128 and 1, or 1 and 128 for M^T."""
-    tile = tl.program_id(0).to(tl.int64) * (DIM * DIM)
-    first = tl.program_id(1) * COLUMNS
-    at = tile + first + tl.arange(0, DIM)[:, None] * DIM + tl.arange(0, COLUMNS)[None, :]
-    tl.store(out + at, step(M + tile, X + tile + first, tl.load(b + at), PITCH, NEXT))
+def merge_kernel(M, X, b, out, WIDTH: tl.constexpr, PITCH: tl.constexpr, NEXT: tl.constexpr):
+    """out = M X + b for tiles M [n, 128, 128], X, b and out [n, 128, WIDTH], one after another; PITCH and NEXT: 128 and 1,
+    or 1 and 128 for M^T."""
+    tile = tl.program_id(0).to(tl.int64)
+    first = tile * (DIM * WIDTH) + tl.program_id(1) * COLUMNS
+    at = first + tl.arange(0, DIM)[:, None] * WIDTH + tl.arange(0, COLUMNS)[None, :]
+    tl.store(out + at, step(M + tile * (DIM * DIM), X + first, tl.load(b + at), WIDTH, PITCH, NEXT))
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def chain_kernel(maps, offsets, steps, starts, out_maps, out_offsets, HV, PITCH:
         if not of_map:
             x = tl.load(offsets + offset + at)
         if i > begin:
-            x = step(maps + row + head, before + head + column, x, PITCH, NEXT)
+            x = step(maps + row + head, before + head + column, x, DIM, PITCH, NEXT)
         elif of_map:
             x = tl.load(maps + row + head + rows[:, None] * PITCH + columns[None, :] * NEXT)
         tl.store(to + at, x)
@@ -74,13 +75,13 @@ def chain_kernel(maps, offsets, steps, starts, out_maps, out_offsets, HV, PITCH:
 
 
 def merge(M: Tensor, X: Tensor, b: Tensor) -> Tensor:
-    """M X + b; M [..., 128, 128] or a transposed view of such, X and b [..., 128, 128], fp32."""
+    """M X + b; M [..., 128, 128] or a transposed view of such, X and b [..., 128, a multiple of 32], fp32."""
     transposed = M.stride(-1) != 1
     M, X, b = ((M.mT if transposed else M).contiguous(), X.contiguous(), b.contiguous())
     out = torch.empty_like(b)
-    n = out.numel() // (128 * 128)
+    n, width = M.numel() // (128 * 128), b.shape[-1]
     if n:
-        merge_kernel[(n, 128 // 32)](M, X, b, out, **_pitch(transposed), num_warps=4, **COMPILED_WITH)
+        merge_kernel[(n, width // 32)](M, X, b, out, WIDTH=width, **_pitch(transposed), num_warps=4, **COMPILED_WITH)
     return out
 
 

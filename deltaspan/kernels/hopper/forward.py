@@ -33,6 +33,7 @@ from deltaspan.kernels.hopper.gluon import (
     gluon,
     load_tile,
     mbarrier,
+    row_tiles,
     store_tile,
     store_wait,
     tiles,
@@ -54,24 +55,23 @@ TILE_BYTES = gl.constexpr(64 * 128 * 2)  # of q, k or v
 @gluon.jit
 def forward_kernel(
     q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, o, entry, exit, broken, reach, segments, NC, scale,
-    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, OUTPUT: gl.constexpr, STAGES: gl.constexpr,
-    CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, OUTPUT: gl.constexpr, EXIT: gl.constexpr,
+    STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles (descriptors): q, k [T, H * 128], v [T, HV * 128] by [64, 128]; A [HV * NC * 64, 64] by [64, 64]; G
     [HV * NC, 64] by [1, 64] fp32; o [T, HV * 128] by [64, 64].
 
     o [T, HV, 128] bf16; entry [S, HV, K, V] fp32, exit [E, HV, K, V] fp32; broken [H, NC] int32; reach [HV, NC] fp32;
-    segments [S, 5] int32: first token, end, first chunk, place in entry, place in exit or -1. Programs: segments, then
-    heads. Without OUTPUT neither q nor o is touched.
+    segments [S, 4] int32: first token, end, first chunk, place in entry and, with EXIT, in exit. Programs: segments,
+    then heads. Without OUTPUT neither q nor o is touched.
     """
     HV: gl.constexpr = H * GROUP
-    segment = segments + (gl.program_id(0) // HV) * 5
+    segment = segments + (gl.program_id(0) // HV) * 4
     hv = gl.program_id(0) % HV
     begin = gl.load(segment)
     end = gl.load(segment + 1)
     chunk = gl.load(segment + 2)
     source = gl.load(segment + 3)
-    target = gl.load(segment + 4)
     n = (end - begin + CHUNK - 1) // CHUNK
     felt = 1.0
     if not OUTPUT:
@@ -106,9 +106,9 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os.index(0), full, empty, ready, free,
-                    begin, end, n, source, target, hv, HV, scale, felt, 0, STAGES, OUTPUT)),
+                    begin, end, n, source, hv, HV, scale, felt, 0, STAGES, OUTPUT, EXIT)),
             (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os.index(1), full, empty, ready, free,
-                    begin, end, n, source, target, hv, HV, scale, felt, HALF, STAGES, OUTPUT)),
+                    begin, end, n, source, hv, HV, scale, felt, HALF, STAGES, OUTPUT, EXIT)),
             (prepare, (qs, ks, vs, ws, gs, xs, writes, reads, full, ready, free, broken + h * NC + chunk, begin, end, n,
                        scale_log2, STAGES, OUTPUT)),
             (load, (q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin,
@@ -218,7 +218,7 @@ def clear_behind(tile, held):
 @gluon.jit
 def walk(
     o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os, full, empty, ready, free, begin, end, n, source,
-    target, hv, HV, scale, felt, FIRST: gl.constexpr, STAGES: gl.constexpr, OUTPUT: gl.constexpr,
+    hv, HV, scale, felt, FIRST: gl.constexpr, STAGES: gl.constexpr, OUTPUT: gl.constexpr, EXIT: gl.constexpr,
 ):  # fmt: skip
     """The chain over 64 of the channels of V, from FIRST on."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -271,10 +271,10 @@ def walk(
         stage = stage + 1
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
         stage = gl.where(stage == STAGES, 0, stage)
-    if target >= 0:
+    if EXIT:
         # through the assembler, so that no address of this store is kept in registers all along the walk
         late = gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
-        at = (target * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + (FIRST + late)[:, None]
+        at = (source * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + (FIRST + late)[:, None]
         gl.store(exit + at, S)
     store_wait(0)
 
@@ -319,22 +319,23 @@ def add(a, b):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, made: Prepared, entry: Tensor, segments: Tensor, exits: int, scale: float,
-    output: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16; entry [S, HV, K, V] fp32; segments as the kernel has
-    them. Returns o like v, and the exit states [exits, HV, K, V] of segments that ask for it.
+    q: Tensor, k: Tensor, v: Tensor, made: Prepared, entry: Tensor, segments: Tensor, scale: float,
+    *, output: bool = True, exits: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16, rows of any pitch; entry [S, HV, K, V] fp32; segments
+    as the kernel has them. Returns o like v, dense, and the exit states like entry.
 
-    Without output o stays unwritten, and the walk begins where its exit state begins to feel it.
+    Without output the walk begins where its exit state begins to feel it.
     """
-    (T, H, D), HV, NC = k.shape, v.shape[1], made.A.shape[1]
+    (T, H, _), HV, NC = k.shape, v.shape[1], made.A.shape[1]
     A, G, broken, reach = made
-    o, exit = torch.empty_like(v) if output else v, entry.new_empty(exits, *entry.shape[1:])
+    o = v.new_empty(v.shape) if output else v
+    exit = torch.empty_like(entry) if exits else entry
     if len(segments):
-        rows = (tiles(x.view(T, -1), 64, D) for x in (q, k, v))
-        chunks = tiles(A.view(-1, 64), 64, 64), tiles(G.view(-1, 64), 1, 64), tiles(o.view(T, -1), 64, 64)
+        out = tiles(o.view(T, -1), 64, 64) if output else tiles(A.view(-1, 64), 64, 64)
         forward_kernel[(len(segments) * HV,)](
-            *rows, *chunks, o, entry, exit, broken, reach, segments, NC, scale, math.log2(scale),
-            H=H, GROUP=HV // H, OUTPUT=output, num_warps=4, **LAUNCH, **COMPILED_WITH,
+            *(row_tiles(x) for x in (q, k, v)), tiles(A.view(-1, 64), 64, 64), tiles(G.view(-1, 64), 1, 64), out,
+            o, entry, exit, broken, reach, segments, NC, scale, math.log2(scale),
+            H=H, GROUP=HV // H, OUTPUT=output, EXIT=exits, num_warps=4, **LAUNCH, **COMPILED_WITH,
         )  # fmt: skip
-    return o, exit
+    return (o if output else None), (exit if exits else None)

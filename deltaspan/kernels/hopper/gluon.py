@@ -42,6 +42,12 @@ def tiles(x: Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, list(block), layout)
 
 
+def row_tiles(x: Tensor) -> TensorDescriptor:
+    """Rows [T, h, 128], dense but for their pitch, as [T, h * 128] in blocks of [64, 128]."""
+    T, heads, D = x.shape
+    return tiles(x.as_strided((T, heads * D), (x.stride(0), 1)), 64, D)
+
+
 __all__ = [
     "COMPILED_WITH",
     "barrier",
@@ -52,6 +58,7 @@ __all__ = [
     "load_tile",
     "mbarrier",
     "mma_v2",
+    "row_tiles",
     "store_tile",
     "store_wait",
     "tiles",

@@ -31,8 +31,9 @@ LONGEST_KEY = gl.constexpr(1.03)  # |k|^2 of a unit key rounded to bf16 stays be
 
 
 @gluon.jit
-def prep_kernel(k, g, beta, chunks, A, G, broken, reach, NC, H: gl.constexpr, GROUP: gl.constexpr):
-    """k [T, H, 128] bf16, g and beta [T, H * GROUP], chunks [NC, 2] int32: first token and tokens of each.
+def prep_kernel(k, g, beta, chunks, A, G, broken, reach, NC, pitch, H: gl.constexpr, GROUP: gl.constexpr):
+    """k [T, H, 128] bf16, rows `pitch` apart; g and beta [T, H * GROUP]; chunks [NC, 2] int32: first token and tokens
+    of each.
 
     A [HV, NC, 64, 64] bf16, G [HV, NC, 64] fp32. broken [H, NC] int32: the first row whose key breaks the promise of
     unit keys, 64 if there is none. reach [HV, NC] fp32: log2 of a bound of the norm of the chunk's map, NaN if a key is
@@ -56,11 +57,11 @@ def prep_kernel(k, g, beta, chunks, A, G, broken, reach, NC, H: gl.constexpr, GR
         decays = decays + (gl.load(g + at + e, mask=row < n, other=0.0),)
 
     # n = -K K^T by 16-blocks of the lower half
-    keys = k + start * (H * HEAD_DIM) + h * HEAD_DIM
-    k0 = load_keys(keys, 0, n, H, MMA)
-    k1 = load_keys(keys, 16, n, H, MMA)
-    k2 = load_keys(keys, 32, n, H, MMA)
-    k3 = load_keys(keys, 48, n, H, MMA)
+    keys = k + start * pitch + h * HEAD_DIM
+    k0 = load_keys(keys, 0, n, pitch, MMA)
+    k1 = load_keys(keys, 16, n, pitch, MMA)
+    k2 = load_keys(keys, 32, n, pitch, MMA)
+    k3 = load_keys(keys, 48, n, pitch, MMA)
     r0 = as_right(k0, MMA)
     r1 = as_right(k1, MMA)
     r2 = as_right(k2, MMA)
@@ -195,14 +196,14 @@ def merge(
 
 
 @gluon.jit
-def load_keys(keys, first, n, H: gl.constexpr, MMA: gl.constexpr):
+def load_keys(keys, first, n, pitch, MMA: gl.constexpr):
     """16 keys [positions, 128] from row `first` on as a left operand, zero beyond the chunk: 16-byte loads, channels
     relabelled so that they are the operand's registers."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
     position = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
     channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
     token = first + ((position >> 1) & 3) * 4 + (position >> 3) * 2 + (position & 1)
-    x = gl.load(keys + token[:, None] * (H * HEAD_DIM) + channel[None, :], mask=(token < n)[:, None], other=0.0)
+    x = gl.load(keys + token[:, None] * pitch + channel[None, :], mask=(token < n)[:, None], other=0.0)
     x = gl.permute(gl.reshape(x, (16, HEAD_DIM // 32, 4, 2, 2, 2)), (0, 1, 3, 4, 2, 5))
     return gl.convert_layout(gl.reshape(x, (16, HEAD_DIM)), gl.DotOperandLayout(0, MMA, 2))
 
@@ -301,8 +302,8 @@ class Prepared(NamedTuple):
 
 
 def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor) -> Prepared:
-    """Launches the kernel; k [T, H, 128] bf16, g [T, HV] fp32, beta [T, HV] fp32 or bf16, all dense; chunks [NC, 2]
-    int32: first token and tokens of each.
+    """Launches the kernel; k [T, H, 128] bf16, rows of any pitch; g [T, HV] fp32, beta [T, HV] fp32 or bf16; chunks
+    [NC, 2] int32: first token and tokens of each.
     """
     NC, H, HV = len(chunks), k.shape[1], g.shape[1]
     A = k.new_empty(HV, NC, 64, 64)
@@ -310,5 +311,7 @@ def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor) -> Prepared:
     broken = torch.empty(H, NC, dtype=torch.int32, device=k.device)
     made = Prepared(A, G, broken, g.new_empty(HV, NC))
     if NC:
-        prep_kernel[(NC * H,)](k, g, beta, chunks, *made, NC, H=H, GROUP=HV // H, num_warps=1, **COMPILED_WITH)
+        prep_kernel[(NC * H,)](
+            k, g, beta, chunks, *made, NC, k.stride(0), H=H, GROUP=HV // H, num_warps=1, **COMPILED_WITH
+        )
     return made

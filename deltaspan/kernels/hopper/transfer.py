@@ -24,6 +24,7 @@ from deltaspan.kernels.hopper.gluon import (
     gluon,
     load_tile,
     mbarrier,
+    row_tiles,
     tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -43,17 +44,17 @@ def transfer_kernel(
     k_tiles, A_tiles, G_tiles, M, broken, reach, segments, NC, TERMS: gl.constexpr, H: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles, broken, reach and segments as `forward_kernel` has them; M [E, HV, K, K] fp32, by the place in exit.
+    """Tiles, broken, reach and segments as `forward_kernel` has them; M [S, HV, K, K] fp32.
 
     TERMS: 2; or 1, the control by which tests show that it needs two.
     """
     HV: gl.constexpr = H * GROUP
-    segment = segments + (gl.program_id(0) // HV) * 5
+    segment = segments + (gl.program_id(0) // HV) * 4
     hv = gl.program_id(0) % HV
     begin = gl.load(segment)
     end = gl.load(segment + 1)
     chunk = gl.load(segment + 2)
-    target = gl.load(segment + 4)
+    target = gl.load(segment + 3)
     n = (end - begin + CHUNK - 1) // CHUNK
     felt = chunks_felt(reach + hv.to(gl.int64) * NC + chunk, n)
     passes = gl.where(felt == n, 1.0, 0.0)
@@ -195,12 +196,12 @@ def walk(out, keys, xs, writes, reads, ready, free, n, passes, FIRST: gl.constex
     gl.store(out + column[None, :] * HEAD_DIM + (FIRST + row)[:, None], T)
 
 
-def transfer(k: Tensor, made: Prepared, segments: Tensor, exits: int, *, terms: int = 2) -> Tensor:
-    """Launches the kernel; k [T, H, 128] bf16; segments as `forward_kernel` has them. M [exits, HV, K, K] fp32."""
-    (T, H, D), (HV, NC) = k.shape, made.reach.shape
-    M = torch.empty(exits, HV, D, D, dtype=torch.float32, device=k.device)
+def transfer(k: Tensor, made: Prepared, segments: Tensor, *, terms: int = 2) -> Tensor:
+    """Launches the kernel; k [T, H, 128] bf16; segments as `forward_kernel` has them. M [S, HV, K, K] fp32."""
+    (_, H, D), (HV, NC) = k.shape, made.reach.shape
+    M = torch.empty(len(segments), HV, D, D, dtype=torch.float32, device=k.device)
     if len(segments):
-        rows = tiles(k.view(T, -1), 64, D), tiles(made.A.view(-1, 64), 64, 64), tiles(made.G.view(-1, 64), 1, 64)
+        rows = row_tiles(k), tiles(made.A.view(-1, 64), 64, 64), tiles(made.G.view(-1, 64), 1, 64)
         transfer_kernel[(len(segments) * HV,)](
             *rows, M, made.broken, made.reach, segments, NC, TERMS=terms,
             H=H, GROUP=HV // H, num_warps=4, **LAUNCH, **COMPILED_WITH,

@@ -53,11 +53,13 @@ def transfer(tape: Tape, runs: Runs) -> Tensor:
 
 
 @full_precision()
-def walk(tape: Tape, runs: Runs, entry: Tensor, *, output: bool) -> tuple[Tensor | None, Tensor, States]:
+def walk(
+    tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True
+) -> tuple[Tensor | None, Tensor, States]:
     """Walks every run from its true entry state [n, HV, K, V]: o [T, HV, V] in v's type, exit states, and the tape of
     states.
 
-    Without `output` o is not computed.
+    Without `output` o is not computed; exit states cost nothing here, wanted or not.
     """
     state = entry[runs.order]
     states = entry.new_empty(tape.gamma.shape[0], *entry.shape[1:])

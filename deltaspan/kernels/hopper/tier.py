@@ -1,0 +1,82 @@
+"""The stages of the forward on sm_90, as `kernels/stages.py` names them; the backward's are still to come."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltaspan.kernels.hopper.compose import merge
+from deltaspan.kernels.hopper.forward import forward
+from deltaspan.kernels.hopper.prep import Prepared
+from deltaspan.kernels.hopper.prep import prep as prepared
+from deltaspan.kernels.hopper.transfer import transfer as transferred
+from deltaspan.kernels.stages import READY, Grid, Raw, Runs
+from deltaspan.kernels.torch.inputs import ready
+
+__all__ = ["KEPT_TENSORS", "Tape", "keep", "kept_bytes", "merge", "prep", "summary", "transfer", "walk"]
+
+KEPT_TENSORS = 0
+
+
+class Tape(NamedTuple):
+    """A rank's operands in bf16, ready, and what prep made of them."""
+
+    q: Tensor  # [T, H, 128]
+    k: Tensor
+    v: Tensor  # [T, HV, 128]
+    made: Prepared
+    grid: Grid
+    scale: float
+
+
+def prep(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grid: Grid, *, scale: float, unit_keys: bool,
+    raw: Raw = READY,
+) -> Tape:  # fmt: skip
+    """Prepares every chunk; q, k [T, H, 128], v [T, HV, 128] bf16, g and beta [T, HV], ready or raw."""
+    assert unit_keys, "select refuses other keys"
+    if raw != READY:
+        narrow = q.dtype
+        q, k, g, beta = ready(q, k, g, beta, raw, torch.float32)
+        q, k = q.to(narrow), k.to(narrow)
+    q, k, v = (_by_rows(x) for x in (q, k, v))
+    return Tape(q, k, v, prepared(k, g.float().contiguous(), beta.contiguous(), grid.table), grid, scale)
+
+
+def summary(tape: Tape, runs: Runs, entry: Tensor) -> tuple[Tensor, Tensor]:
+    """The affine map of each run: M [n, HV, 128, 128], and its exit state from `entry`, like it."""
+    _, exit = _walked(tape, runs, entry, output=False, exits=True)
+    return transfer(tape, runs), exit
+
+
+def transfer(tape: Tape, runs: Runs) -> Tensor:
+    """The maps M [n, HV, 128, 128] alone."""
+    return transferred(tape.k, tape.made, runs.table)
+
+
+def walk(
+    tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True
+) -> tuple[Tensor, Tensor | None, None]:
+    """Walks every run from its true entry state: o [T, HV, 128], exit states like entry if anybody reads them."""
+    o, exit = _walked(tape, runs, entry, output=output, exits=exits)
+    if o is not None:
+        o[tape.grid.tokens :] = 0
+    return o, exit, None
+
+
+def keep(tape: Tape, states: None) -> tuple[Tensor, ...]:
+    return ()
+
+
+def kept_bytes(chunks: int, *, HV: int, K: int, V: int, state_size: int) -> int:
+    return 0
+
+
+def _walked(tape: Tape, runs: Runs, entry: Tensor, **what: bool) -> tuple[Tensor | None, Tensor | None]:
+    return forward(tape.q, tape.k, tape.v, tape.made, entry.contiguous(), runs.table, tape.scale, **what)
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """As it is where the copy engine can read it: heads and channels dense, rows at multiples of 16 bytes."""
+    dense = x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % 8 == 0 and x.stride(0) >= x.shape[1] * x.shape[2]
+    return x if dense and x.storage_offset() % 8 == 0 else x.contiguous()
