@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.triton
+
 
 def test_the_pipeline_compiles() -> None:
     pytest.importorskip("triton")

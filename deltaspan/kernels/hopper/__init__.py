@@ -1,4 +1,1 @@
-"""The Hopper tier, sm_90: kernels in Gluon for K = V = 128 and bf16 operands under `unit_keys`.
-
-So far its prep stage alone, which no call runs yet.
-"""
+"""The Hopper tier, sm_90: kernels in Gluon for K = V = 128 and bf16 operands under `unit_keys`; the forward so far."""

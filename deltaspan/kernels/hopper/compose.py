@@ -28,8 +28,8 @@ def step(M, x, b, WIDTH: tl.constexpr, PITCH: tl.constexpr, NEXT: tl.constexpr):
 
 @triton.jit
 def merge_kernel(M, X, b, out, WIDTH: tl.constexpr, PITCH: tl.constexpr, NEXT: tl.constexpr):
-    """out = M X + b for tiles M [n, 128, 128], X, b and out [n, 128, WIDTH], one after another; PITCH and NEXT: 128 and 1,
-    or 1 and 128 for M^T."""
+    """out = M X + b for tiles M [n, 128, 128], X, b and out [n, 128, WIDTH], one after another; PITCH and NEXT: 128 and
+    1, or 1 and 128 for M^T."""
     tile = tl.program_id(0).to(tl.int64)
     first = tile * (DIM * WIDTH) + tl.program_id(1) * COLUMNS
     at = first + tl.arange(0, DIM)[:, None] * WIDTH + tl.arange(0, COLUMNS)[None, :]

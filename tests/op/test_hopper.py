@@ -1,0 +1,134 @@
+"""The Hopper tier through the public calls, on a GPU: exact to bf16, the same bits by every way, and what it refuses."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import deltaspan as ds
+from deltaspan.reference import chunked_gated_delta_rule
+from tests.helpers import same_bits
+from tests.op.support import LAYOUTS, Pack, draw, listed, offsets, split, unlisted
+
+LENGTHS = [700, 1, 0, 799, 64, 63, 1300, 130]
+# Roundings of the state, of what is written and of A to bf16, 2^-9 each chunk: FLA and FlashQLA err 3.5e-3 to 4e-3.
+BF16 = 4.5e-3
+
+
+def drawn(rng: torch.Generator, decay: str = "moderate", H: int = 2, HV: int = 6) -> Pack:
+    pack = draw(rng, LENGTHS, H=H, HV=HV, K=128, V=128, decay=decay).to(torch.bfloat16)
+    return pack._replace(**{name: getattr(pack, name).cuda() for name in pack._fields[1:]})
+
+
+def run(pack: Pack, ctx: ds.Context, **options) -> tuple[Tensor, Tensor]:
+    """o and final states of the whole pack."""
+    operands = [unlisted(ctx, listed(ctx, ctx.shard(x))) for x in pack[1:6]]
+    o, final, _ = ds.forward(
+        *operands, ctx, initial_state=pack.initial_state, output_final_state=True, backend="hopper", **options
+    )
+    whole = torch.full_like(pack.v, torch.nan)
+    for rank, shard in enumerate(listed(ctx, o)):
+        whole[:, torch.from_numpy(ctx.part.token_ids(rank)).cuda()] = shard
+    return whole, sum(listed(ctx, final))
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    return ((found.double() - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", ["moderate", "slow", "zero", "strong", "mixed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forward(rng: torch.Generator, layout: str, decay: str) -> None:
+    """Whole fragments and cut ones, over several ranks, by every exchange with the same bits."""
+    pack = drawn(rng, decay)
+    truth = chunked_gated_delta_rule(
+        *(x.double() for x in pack[1:6]), pack.cu_seqlens, initial_state=pack.initial_state.double()
+    )
+    for world_size in (1, 3):
+        part = split(pack.cu_seqlens, world_size, layout, rng)
+        for plan in ({"p_rule": "one"}, {"p_rule": "occ", "sm_count": 300}):
+            ctx = ds.build_context(part, ds.SimulatedGroup(world_size), **plan)
+            found = run(pack, ctx)
+            assert all(relative(*pair) < BF16 for pair in zip(found, truth, strict=True)), (world_size, plan)
+            for exchange in ("ring", "all_gather"):
+                assert all(map(same_bits, run(pack, ctx, exchange=exchange), found))
+
+
+@pytest.mark.gpu
+def test_capture_and_no_wait(rng: torch.Generator) -> None:
+    """A captured forward gives the eager one's bits, and no call waits for the device."""
+    pack = drawn(rng)
+    ctx = ds.build_context(ds.partition(pack.cu_seqlens, 1), p_rule="occ", sm_count=300)
+    eager = run(pack, ctx)[0]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.no_grad():
+            o, _ = ds.chunk_gated_delta_rule(*pack[1:6], ctx, initial_state=pack.initial_state, backend="hopper")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert same_bits(o, eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured, _ = ds.chunk_gated_delta_rule(*pack[1:6], ctx, initial_state=pack.initial_state, backend="hopper")
+    captured.fill_(torch.nan)
+    graph.replay()
+    assert same_bits(captured, eager)
+
+
+@pytest.mark.gpu
+def test_strided_and_raw_operands(rng: torch.Generator) -> None:
+    """Columns of a packed row are read in place; raw operands as ready ones, to the rounding of what is made ready."""
+    pack = drawn(rng, H=2, HV=4)
+    ctx = ds.build_context(ds.partition(pack.cu_seqlens, 1))
+    plain = ds.forward(*pack[1:6], ctx, backend="hopper")[0]
+    row = torch.cat([x.flatten(2) for x in pack[1:4]], dim=-1)
+    q, k, v = ds.packed_qkv_views(row, H=2, HV=4)
+    assert q.stride(1) == row.shape[2]
+    assert same_bits(ds.forward(q, k, v, pack.g, pack.beta, ctx, backend="hopper")[0], plain)
+    raw = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_gate_in_kernel": True}
+    A_log, dt_bias = torch.rand(4, device="cuda"), torch.randn(4, device="cuda")
+    operands = 3 * pack.q, 2 * pack.k, pack.v, torch.randn_like(pack.g), torch.randn_like(pack.beta)
+    results = [
+        ds.forward(*operands, ctx, A_log=A_log, dt_bias=dt_bias, backend=b, **raw)[0] for b in ("hopper", "torch")
+    ]
+    assert relative(results[0], results[1].double()) < 2 * BF16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"unit_keys": False}, "unit_keys=True alone"),
+        ({"save_mode": "full"}, "save_mode='full'"),
+        ({"dtype": torch.float32}, "bf16 operands with K = V = 128, not torch.float32"),
+        ({"K": 64}, "K=64 and V=64"),
+    ],
+)
+def test_refused(rng: torch.Generator, changed: dict, says: str) -> None:
+    dim, dtype = changed.get("K", 128), changed.get("dtype", torch.bfloat16)
+    options = {name: value for name, value in changed.items() if name not in ("K", "dtype")}
+    pack = draw(rng, [70], K=dim, V=dim).to(dtype)
+    ctx = ds.build_context(ds.partition(pack.cu_seqlens, 1))
+    with pytest.raises(ValueError, match=says):
+        ds.forward(*(x.cuda() for x in pack[1:6]), ctx, backend="hopper", **options)
+
+
+@pytest.mark.gpu
+def test_no_backward_yet(rng: torch.Generator) -> None:
+    pack = drawn(rng)
+    ctx = ds.build_context(ds.partition(pack.cu_seqlens, 1))
+    q = pack.q.clone().requires_grad_()
+    with pytest.raises(ValueError, match="has no backward yet"):
+        ds.chunk_gated_delta_rule(q, *pack[2:6], ctx, backend="hopper")
+    with pytest.raises(ValueError, match="has no backward yet"):
+        ds.backward(*pack[1:6], ctx, pack.do, backend="hopper")
+
+
+def test_refused_where_there_is_no_such_device(rng: torch.Generator) -> None:
+    pack = draw(rng, [20], K=128, V=128).to(torch.bfloat16)
+    ctx = ds.build_context(ds.partition(offsets([20]), 1), device="cpu")
+    with pytest.raises(ValueError, match=r"compute capability 9\.0, not on cpu"):
+        ds.forward(*pack[1:6], ctx, backend="hopper")
+    with pytest.raises(ValueError, match="not on cpu"):
+        ds.saved_bytes(ctx, H=2, HV=4, backend="hopper")
+    assert ds.chosen_backend("auto") == "torch"
