@@ -1,5 +1,6 @@
 """Which tier serves a call: by name, or by device; a refusal carries its reason."""
 
+from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -41,6 +42,7 @@ def tier(name: str) -> ModuleType:
     return import_module(HOMES[name])
 
 
+@lru_cache
 def _beyond_hopper(
     device: torch.device, *, dtype: torch.dtype = torch.bfloat16, K: int = 128, V: int = 128, unit_keys: bool = True,
     save_mode: str = "light", backward: bool = False,

@@ -1,4 +1,4 @@
-"""The Hopper tier through the public calls, on a GPU: exact to bf16, the same bits by every way, and what it refuses."""
+"""The Hopper tier through the public calls, on a GPU: exact to bf16, same bits by every way, and what it refuses."""
 
 import pytest
 import torch

@@ -3,6 +3,8 @@
 Written for Gluon as Triton 3.6 to 3.9 have it, an interface that Triton calls experimental.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -38,8 +40,12 @@ def exp2(x):
 
 def tiles(x: Tensor, *block: int) -> TensorDescriptor:
     """A tensor of rows as the copy engine sees it, in blocks of this shape, swizzled as matrix products want it."""
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), TYPES[x.dtype])
-    return TensorDescriptor.from_tensor(x, list(block), layout)
+    return TensorDescriptor.from_tensor(x, list(block), _layout(block, x.dtype))
+
+
+@lru_cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
 
 
 def row_tiles(x: Tensor) -> TensorDescriptor:
