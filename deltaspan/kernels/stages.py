@@ -1,7 +1,7 @@
 """The six stages that every tier has, with their shapes, and the tables they are given.
 
-A tier is a module with these names. T: a rank's tokens; NC: its chunks; S: its fragments or some of them, in local
-order; n: those of them in question. State S and its adjoint D are [K, V]; states are FP32, or FP64 where the operands
+A tier is a module with these names. T: a rank's tokens; NC: its chunks; S: its segments, in local order; n: those of
+them in question. State S and its adjoint D are [K, V]; states are FP32, or FP64 where the operands
 are.
 
     tape = prep(q, k, v, g, beta, grid, scale=, unit_keys=, raw=)
@@ -59,9 +59,9 @@ READY = Raw()
 
 
 class Runs(NamedTuple):
-    """Fragments that are walked side by side, longest first."""
+    """Segments that are walked side by side, longest first."""
 
-    order: Tensor  # [n] int64, fragments as the caller counts them, in walking order
+    order: Tensor  # [n] int64, segments as the caller counts them, in walking order
     inverse: Tensor  # [n] int64, the walking order's inverse
     first: Tensor  # [n] int64, first chunk, in walking order
     last: Tensor  # [n] int64, last chunk, in walking order

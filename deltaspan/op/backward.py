@@ -79,7 +79,5 @@ def _transfers(tier: Any, cut: Segments, tape: Any, saved: Saved) -> tuple[Tenso
     which is the third."""
     if saved.kept is not None:
         return saved.maps, None, saved.kept
-    passing = tier.transfer(tape, cut.passing)
-    M = passing.new_zeros(len(cut.left.order), *passing.shape[1:])
-    M[cut.passing_left] = passing
+    M = tier.transfer(tape, cut.left)  # those that nobody needs too: side by side with others bits may depend on them
     return M[cut.bridges], fold(tier.merge, cut.forward, M, M[..., :0]).last_maps, None

@@ -46,9 +46,9 @@ def causal_conv1d(
 
     Args:
         x: [1, T, D], T this rank's tokens; or a tuple of such, whose rows travel in one exchange. The batch axis may be
-        left out. weight: [D, W] with W the context's `conv_kernel_size`; a tuple beside a tuple. Its gradient, like the
-        bias's, is this
-            rank's share of a sum over the group.
+            left out.
+        weight: [D, W] with W the context's `conv_kernel_size`; a tuple beside a tuple. Its gradient, like the bias's,
+            is this rank's share of a sum over the group.
         bias: [D] or None; a tuple beside a tuple.
         activation: "silu" or None.
         recompute_handle: a `RecomputeHandle`, so that a checkpoint's recompute asks for no collective.

@@ -83,8 +83,8 @@ def backward(
         for t, x in zip(ctx._replicated("dfinal_state", dfinal_state), ranks, strict=True)
     ]
     stages(ctx, ranks[0], options, backward=True)
-    for s, x in zip(kept, ranks, strict=True):
-        check_saved(s, ctx, options, x)
+    for s, view, x in zip(kept, ctx._views, ranks, strict=True):
+        check_saved(s, ctx, view.rank, options, x)
     done = ctx._transport.run(
         [
             backward_program(ctx, view, x, options, *rest)

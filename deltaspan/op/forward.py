@@ -53,7 +53,7 @@ def enter(
     whole = folded.last_maps, folded.last_offsets
     arrived, kept = yield from carry_states(options.exchange, view.seams, tier.merge, *whole, common(x, options))
     entry[cut.entered_slots] = entered = spread(tier.merge, cut.forward, folded, arrived)
-    return entry, Saved(ctx, options, shapes(x), entered, M[cut.bridges], kept)
+    return entry, Saved(ctx, view.rank, options, shapes(x), entered, M[cut.bridges], kept)
 
 
 def entry_states(cut: Segments, x: Operands, saved: Saved) -> Tensor:

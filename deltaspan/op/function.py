@@ -132,8 +132,8 @@ class _GatedDeltaRule(torch.autograd.Function):
         """region: None also if no node will be recorded, for then nothing is saved."""
         ranks = _by_rank(flat)
         entered = handle.find(RULE) if handle is not None else None
-        for saved, x in zip(entered or (), ranks, strict=bool(entered)):
-            check_saved(saved, ctx, options, x, argument="recompute_handle")
+        for saved, view, x in zip(entered or (), ctx._views, ranks, strict=False):
+            check_saved(saved, ctx, view.rank, options, x, argument="recompute_handle")
         keeping = Keeping.of(options, region, flat, len(ranks), stages(ctx, ranks[0], options).KEPT_TENSORS)
         done = ctx._transport.run(
             [

@@ -1,6 +1,7 @@
 """The options of one call, checked before anything is launched."""
 
 from dataclasses import dataclass, fields
+from math import isfinite
 from numbers import Real
 from typing import Any
 
@@ -64,9 +65,13 @@ class Options:
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         if self.segments is not None:
-            as_int("segments", self.segments, minimum=1)
-        if self.scale is not None and (isinstance(self.scale, bool) or not isinstance(self.scale, Real)):
-            raise TypeError(f"scale must be a float or None, got {self.scale!r}")
+            object.__setattr__(self, "segments", as_int("segments", self.segments, minimum=1))
+        if self.scale is not None:
+            if isinstance(self.scale, bool) or not isinstance(self.scale, Real):
+                raise TypeError(f"scale must be a float or None, got {self.scale!r}")
+            if not isfinite(self.scale):
+                raise ValueError(f"scale must be finite, got {self.scale!r}")
+            object.__setattr__(self, "scale", float(self.scale))
         if self.allow_neg_eigval and not self.use_beta_sigmoid_in_kernel:
             raise ValueError(
                 "allow_neg_eigval=True doubles the sigmoid of use_beta_sigmoid_in_kernel=True, which is False: give a "

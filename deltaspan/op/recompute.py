@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 RULE, CONVOLUTION = "rule", "convolution"  # the entries of a handle
 
@@ -57,7 +57,7 @@ def check_handle(handle: Any, keeps: bool = True) -> None:
 
 def in_selective_checkpoint() -> bool:
     """Whether a checkpoint that keeps some operators' results watches: it expects the same operators in both runs."""
-    return type(_get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
+    return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack())
 
 
 def in_backward() -> bool:
@@ -105,7 +105,7 @@ def places(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def mark(filled: bool) -> Tensor:
     """Travels beside such tensors to say whether they are filled: on the CPU, so that reading it waits for nothing."""
-    return torch.tensor(filled)
+    return torch.tensor(filled, device="cpu")
 
 
 def taken(fn: Any) -> list[Tensor | None]:

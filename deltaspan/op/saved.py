@@ -1,6 +1,6 @@
 """What a forward keeps for its backward, and the states at a rank's edges that both directions start from."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
@@ -10,12 +10,16 @@ from deltaspan.op.options import Options
 from deltaspan.op.segments import Segments
 from deltaspan.op.view import RankView
 
+SHAPING = tuple(f.name for f in fields(Options) if f.name not in ("reuse_recompute_tapes", "recompute_output"))
+"""Options that shape what is kept or computed from it."""
+
 
 @dataclass(frozen=True, eq=False)
 class Saved:
     """What came from other ranks and other segments, and in save mode `full` what the stages read again. Read-only."""
 
     context: Context
+    rank: int
     options: Options
     shapes: tuple
     entry: Tensor | None  # [n_entered, HV, K, V], true states at the start of the segments that state enters
@@ -43,23 +47,32 @@ class Saved:
         entry, maps, kept = (*boundary, None, None, None)[:3]
         return replace(self, entry=entry, maps=maps, kept=kept, tape=tape)
 
+    def __deepcopy__(self, memo: dict) -> "Saved":
+        return self
+
     def sealed(self) -> "Saved":
         """To be noticed if it is changed."""
         return replace(self, versions=_versions(self.tensors))
 
 
-def check_saved(saved: object, context: Context, options: Options, x: Operands, argument: str = "saved") -> None:
-    """Raises unless `saved` is None, or was kept by a forward of the same context, shapes and options, unchanged."""
+def check_saved(
+    saved: object, context: Context, rank: int, options: Options, x: Operands, argument: str = "saved"
+) -> None:
+    """Raises unless `saved` is None, or was kept by a forward of the same context, rank, shapes and options, and is as
+    it was."""
     if saved is None:
         return
     if not isinstance(saved, Saved):
         raise TypeError(f"{argument} must be what forward returned as its third result, got {type(saved).__name__}")
     if saved.context is not context:
         raise ValueError(f"{argument} was kept by a forward with another context")
+    if saved.rank != rank:
+        raise ValueError(f"{argument} was kept by the forward of rank {saved.rank}, and given to rank {rank}")
     if saved.shapes != shapes(x):
         raise ValueError(f"{argument} was kept by a forward with operands {saved.shapes}, got {shapes(x)}")
-    if saved.options != options:
-        raise ValueError(f"{argument} was kept by a forward with {saved.options}, got {options}")
+    if other := [name for name in SHAPING if getattr(saved.options, name) != getattr(options, name)]:
+        had, got = (", ".join(f"{n}={getattr(o, n)!r}" for n in other) for o in (saved.options, options))
+        raise ValueError(f"{argument} was kept by a forward with {had}, got {got}")
     if saved.versions != _versions(saved.tensors):
         raise ValueError(f"{argument} holds a tensor that was changed in place since the forward")
 

@@ -19,8 +19,6 @@ class Segments:
     every: Runs  # all segments
     left: Runs  # those that state leaves for another, [n_left]
     entered: Runs  # those that it enters from another, [n_entered]
-    passing: Runs  # those that it enters and leaves
-    passing_left: Tensor  # their places among the left ones
     left_slots: Tensor  # [n_left], their places among all
     entered_slots: Tensor  # [n_entered]
     bridges: Tensor  # [B], segments of cut fragments that state enters and leaves, among the left ones
@@ -40,10 +38,9 @@ def cut(view: RankView, segments: int) -> Segments:
     inside = np.arange(len(table.first))
     first, last = np.setdiff1d(inside, table.entered), np.setdiff1d(inside, table.left)
     ways = passages(part, view.rank, table)
-    walks = {"every": inside, "left": table.left, "entered": table.entered, "passing": table.passing}
+    walks = {"every": inside, "left": table.left, "entered": table.entered}
     walks = {name: walk_order(table.first[which], table.count[which]) for name, which in walks.items()}
     arrays = {
-        "passing_left": np.searchsorted(table.left, table.passing),
         "left_slots": table.left,
         "entered_slots": table.entered,
         "bridges": np.searchsorted(table.left, table.bridges),

@@ -3,8 +3,9 @@
 import torch
 
 from deltaspan.kernels import select
+from deltaspan.layout.pack import as_int
 from deltaspan.op.context import Context
-from deltaspan.op.operands import check_heads
+from deltaspan.op.operands import TYPES, check_heads
 from deltaspan.op.options import Options, check_segments
 from deltaspan.op.view import RankView
 from deltaspan.plan import collective_bytes, retained_bytes
@@ -29,9 +30,9 @@ def comm_bytes(
     exchange, boundary_mode, save_transfer: as given to the call. "replay" exchanges the forward's states twice.
     With a SimulatedGroup a list, one entry a rank. Raises ValueError for heads or options that no call accepts.
     """
-    check_heads(H, HV)
+    _check(ctx, H, HV, K, V, dtype)
     options = Options(exchange=exchange, boundary_mode=boundary_mode, save_transfer=save_transfer)
-    channels = 2 * H * K + HV * V if channels is None else channels
+    channels = 2 * H * K + HV * V if channels is None else as_int("channels", channels, minimum=0)
     heads = {"HV": HV, "K": K, "V": V, "state_size": _state_size(dtype), "exchange": exchange}
     rows = {"channels": channels, "width": ctx.conv_kernel_size, "row_size": dtype.itemsize}
     again = {"resend": options.keeps and not save_transfer, "replay": not options.keeps}
@@ -58,7 +59,7 @@ def saved_bytes(
     exchange to backend: as given to the call.
     With a SimulatedGroup a list, one entry a rank. Raises ValueError for heads or options that no call accepts.
     """
-    check_heads(H, HV)
+    _check(ctx, H, HV, K, V, dtype)
     options = Options(
         exchange=exchange, segments=segments, save_mode=save_mode, boundary_mode=boundary_mode,
         save_transfer=save_transfer, backend=backend,
@@ -76,6 +77,16 @@ def saved_bytes(
         return states + select.tier(backend).kept_bytes(chunks, **heads)
 
     return ctx._each(of_rank)
+
+
+def _check(ctx: Context, H: int, HV: int, K: int, V: int, dtype: torch.dtype) -> None:
+    if not isinstance(ctx, Context):
+        raise TypeError(f"ctx must be a Context, from deltaspan.build_context, got {type(ctx).__name__}")
+    for name, value in (("H", H), ("HV", HV), ("K", K), ("V", V)):
+        as_int(name, value, minimum=1)
+    check_heads(H, HV)
+    if dtype not in TYPES:
+        raise ValueError(f"dtype must be that of operands, bf16, fp16, fp32 or fp64, got {dtype!r}")
 
 
 def _state_size(dtype: torch.dtype) -> int:

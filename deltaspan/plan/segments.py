@@ -22,8 +22,7 @@ class SegmentTable(NamedTuple):
     joined: np.ndarray  # [J], segments that state leaves for the next of their fragment
     left: np.ndarray  # [n_left], segments that state leaves
     entered: np.ndarray  # [n_entered], segments that it enters
-    passing: np.ndarray  # [n], segments that it enters and leaves: their maps carry it both ways
-    bridges: np.ndarray  # [B], those of them whose fragments are cut
+    bridges: np.ndarray  # [B], segments of cut fragments that it enters and leaves: their maps carry it both ways
 
 
 Index = TypeVar("Index")  # integers: np.ndarray here, a tensor where they are used
@@ -68,8 +67,7 @@ def segment_table(part: Partition, rank: int, segments: int) -> SegmentTable:
     rows = part.rows(rank)
     left = goes_on | part.crossing_out[rows][fragment]
     entered = comes_on | part.crossing_in[rows][fragment]
-    passing = left & entered
-    chosen = goes_on, left, entered, passing, passing & (goes_on | comes_on)
+    chosen = goes_on, left, entered, left & entered & (goes_on | comes_on)
     return SegmentTable(fragment, starts[held], count[held], *map(np.flatnonzero, chosen))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import deltaspan as ds
@@ -31,6 +32,13 @@ SENT_BY = {  # collectives of one forward of convolution and operation
     "ring": {"halo", "entry_states"},
     "all_gather": {"halo", "summaries"},
 }
+
+
+class Watching(TorchDispatchMode):
+    """As loggers and counters of operations are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def drawn(rng: torch.Generator, **shape: int) -> Pack:
@@ -327,3 +335,44 @@ def test_refused_in_a_selective_checkpoint(rng: torch.Generator) -> None:
     selective = {"use_reentrant": False, "context_fn": SELECTIVE}
     with pytest.raises(ValueError, match="selective checkpoint"):
         checkpoint(region(pack, ctx), *leaves_of(pack), ds.RecomputeHandle(), **selective)
+
+
+def forgetful_at_the_end(seed: int, part: ds.Partition) -> str:
+    """As above, where the recompute begins inside the operation's own backward."""
+    impatient = dist.new_group([0, 1], timeout=timedelta(seconds=60))
+    ctx = ds.build_context(part, impatient, device="cpu")
+    pack = drawn(torch.Generator().manual_seed(seed))
+    leaves = [leaf(ctx.shard(x)) for x in pack[1:6]]
+
+    def rule(*operands: Tensor, handle: Any = None) -> Tensor:
+        return ds.chunk_gated_delta_rule(*operands, ctx, recompute_handle=handle)[0]
+
+    handle = ds.RecomputeHandle() if ctx.rank == 0 else None
+    try:
+        checkpoint(rule, *leaves, handle=handle, use_reentrant=False).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_forgot_its_handle_is_named_inside_a_backward(rng: torch.Generator) -> None:
+    part = split(drawn(rng).cu_seqlens, 2, "zigzag")
+    first, second = gloo(2).run(forgetful_at_the_end, rng.initial_seed(), part)
+    assert "rank 1 asks for AllToAll 'summaries'" in first, first
+    assert "rank 0 asks for AllToAll 'adjoint_offsets'" in second, second
+
+
+def test_a_mode_inside_does_not_hide_a_selective_checkpoint(rng: torch.Generator) -> None:
+    """Neither from the refusal of a handle nor from the rule that nothing is left out."""
+    pack = drawn(rng)
+    ctx = simulate(split(pack.cu_seqlens, 2, "zigzag"))
+    run = region(pack, ctx, after=False)
+
+    def watched(*given: Any) -> Tensor:
+        with Watching():
+            return run(*given)
+
+    selective = {"use_reentrant": False, "context_fn": SELECTIVE}
+    with pytest.raises(ValueError, match="selective checkpoint"):
+        checkpoint(watched, *leaves_of(pack), ds.RecomputeHandle(), **selective)
+    assert same(step(lambda *given: checkpoint(watched, *given, **selective), pack), step(run, pack))

@@ -1,5 +1,6 @@
 """Whatever a forward keeps, and however its backward gets the rest back: the same bits, and nothing kept for longer."""
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from itertools import product
@@ -288,3 +289,27 @@ def test_what_was_kept_is_let_go_at_its_last_reader(
     if retained:
         again = torch.autograd.grad(o, leaves, ctx.shard(pack.do))
         assert all(map(same_bits, grads, again))
+
+
+@pytest.mark.parametrize("K", [3, 15, 17, 31])
+def test_maps_formed_again_have_the_same_bits_at_odd_head_dims(rng: torch.Generator, K: int) -> None:
+    """Products side by side may depend on how many there are: maps are formed again among the same ones."""
+    pack = draw(rng, [320, 40], H=1, HV=3, K=K, V=5)
+    ctx = simulate(split(pack.cu_seqlens, 1, "contiguous"))
+    expected = run_rule(pack, ctx, segments=4)
+    assert [
+        differing(*pair) for pair in zip(run_rule(pack, ctx, segments=4, save_transfer=False), expected, strict=True)
+    ] == [[]]
+
+
+def test_a_set_of_another_rank_is_refused(rng: torch.Generator) -> None:
+    pack = draw(rng, [64, 64], H=1, HV=4)
+    ctx = simulate(split(pack.cu_seqlens, 2, "zigzag"))
+    operands = [ctx.shard(x) for x in pack[1:6]]
+    _, _, saved = ds.forward(*operands, ctx)
+    with pytest.raises(ValueError, match="kept by the forward of rank 1, and given to rank 0"):
+        ds.backward(*operands, ctx, ctx.shard(pack.do), saved=saved[::-1])
+    with pytest.raises(ValueError, match="forward with exchange='all_to_all', got exchange='ring'$"):
+        ds.backward(*operands, ctx, ctx.shard(pack.do), saved=saved, exchange="ring")
+    copied = copy.deepcopy(saved)
+    assert all(a is b for a, b in zip(copied, saved, strict=True))  # read-only: there is nothing to copy

@@ -1,6 +1,7 @@
 """Errors of narrow operands, judged as deltaspan promises: against FP64 of the same rounded operands, over 4,096
 tokens."""
 
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import deltaspan as ds
+from deltaspan.kernels.torch.chunks import full_precision
 from deltaspan.reference import chunked_gated_delta_rule
 from tests.op.support import (
     Pack,
@@ -92,3 +94,27 @@ def test_beta_in_bf16(rng: torch.Generator) -> None:
     for wide, found in zip(run_rule(narrow.to(torch.bfloat16), ctx), run_rule(narrow, ctx), strict=True):
         assert found.pop("dbeta").equal(wide.pop("dbeta").bfloat16())
         assert all(found[name].equal(wide[name]) for name in wide)
+
+
+def test_threads_leave_the_setting_as_it_was(rng: torch.Generator) -> None:
+    """Whoever enters last and leaves first: FP32 inside, the process's own setting when all are out."""
+    backend = torch.backends.mkldnn.matmul
+    before, inside = backend.fp32_precision, []
+    backend.fp32_precision = "tf32"
+    first, last = threading.Event(), threading.Event()
+
+    def stage(wait_for: threading.Event, say: threading.Event) -> None:
+        with full_precision():
+            say.set()
+            wait_for.wait(10)
+            inside.append(backend.fp32_precision)
+
+    try:
+        threads = [threading.Thread(target=stage, args=pair) for pair in ((last, first), (first, last))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert inside == ["ieee", "ieee"] and backend.fp32_precision == "tf32"
+    finally:
+        backend.fp32_precision = before

@@ -160,3 +160,23 @@ def test_saved_bytes(rng: torch.Generator, layout: str, dtype: torch.dtype) -> N
         assert found[tuple(mode.values())] == ds.saved_bytes(ctx, **heads, dtype=dtype, **mode), mode
         assert ds.saved_bytes(ctx, **heads, dtype=dtype, **mode, **REPLAY) == [0, 0]
     assert len(set(map(tuple, found.values()))) >= 8  # most differ: without maps all exchanges keep alike
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"K": -3}, "K must be at least 1"),
+        ({"H": 1.5}, "H must be an integer"),
+        ({"HV": 3}, "HV=3 and H=2"),
+        ({"dtype": torch.int8}, "dtype must be that of operands"),
+        ({"dtype": "bf16"}, "dtype must be that of operands"),
+        ({"ctx": None}, "ctx must be a Context"),
+    ],
+)
+def test_what_no_call_accepts_has_no_bytes(changed: dict[str, Any], says: str) -> None:
+    given = {"ctx": simulate(ds.partition([0, 20], 2)), "H": 2, "HV": 4} | changed
+    for query in (ds.comm_bytes, ds.saved_bytes):
+        with pytest.raises((ValueError, TypeError), match=says):
+            query(**given)
+    with pytest.raises(ValueError, match="channels must be at least 0"):
+        ds.comm_bytes(simulate(ds.partition([0, 20], 2)), H=2, HV=4, channels=-5)

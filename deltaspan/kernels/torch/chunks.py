@@ -1,5 +1,6 @@
 """Between token rows [T, h, ...] and chunks [NC, h, 64, ...], and products that keep FP32."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,19 +35,42 @@ def whole_chunks(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, -len(x) % CHUNK))
 
 
+class _Precision:
+    """What the process allows for FP32 products: "ieee" while any thread is inside, as it was when none is."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.before = threading.Lock(), 0, ()
+
+    def enter(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.before = tuple(backend.fp32_precision for backend in BACKENDS)
+                for backend in BACKENDS:
+                    backend.fp32_precision = "ieee"
+            self.inside += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside:
+                return
+            for backend, precision in zip(BACKENDS, self.before, strict=True):
+                backend.fp32_precision = "none"  # as it is if nobody set it: then it follows a wider setting
+                if backend.fp32_precision != precision:
+                    backend.fp32_precision = precision
+
+
+BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+_precision = _Precision()
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
     """FP32 products in FP32, whatever the process allows for its own: TF32, bf16 or autocast would lose what states
-    carry from rank to rank."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    before = [backend.fp32_precision for backend in backends]
-    for backend in backends:
-        backend.fp32_precision = "ieee"
+    carry from rank to rank. The setting is the process's: other threads' products are FP32 too meanwhile."""
+    _precision.enter()
     try:
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
     finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = "none"  # as it is if nobody set it: then it follows a wider setting
-            if backend.fp32_precision != precision:
-                backend.fp32_precision = precision
+        _precision.leave()

@@ -2,12 +2,14 @@
 
 With X = T^T dU and W = V - a (K S), and all decay ratios taken once:
 
-    dv = dW = beta X        dbeta = <X, W - tril(E o K K^T, -1) U>, the token's own prediction error: no division by
-    beta dP = scale E o (dO U^T)        Y = -E o tril(dW U^T, -1)
+    dv = dW = beta X        dbeta = <X, W - tril(E o K K^T, -1) U>
+    dP = scale E o (dO U^T)        Y = -E o tril(dW U^T, -1)
     x1 = scale a (dO S^T)        x2 = a (dW S^T)        x3 = r (U D^T)        kappa = <x3, k>
     dq = x1 + dP K        dk = x3 - x2 + dP^T Q + Y K + Y^T K
     M = tril(dP o P + Y o K K^T, -1)
     dg_j = sum_(i >= j) (<x1_i, q_i> - <x2_i, k_i>) + sum_(i < j) kappa_i + sum_(l < j <= i) M_il + gamma <D, S>
+
+dbeta is an inner product with the token's own prediction error, so that nothing is divided by beta.
 
 The decay g_j acts on what passes token j: from the chunk's start to a later token, from an earlier token to the chunk's
 end, from an earlier to a later one, and from start to end. Summed so, and not as a running sum of dG (row sums minus
