@@ -18,13 +18,16 @@ quietly = { $(1); } >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit
 demo: $(VENV)/installed
 	@$(PY) -m deltaspan demo $(ARGS)
 
+# Who asks for some tests wants no kernels: they are compiled without ARGS only.
 test: $(VENV)/installed
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@$(PY) -m pytest $(ARGS)
-	@$(MAKE) --no-print-directory kernels
+	@$(if $(strip $(ARGS)),,$(MAKE) --no-print-directory kernels)
 
-# Compiles every kernel for sm_90a, which needs no GPU, with each release by itself; and those of the tests.
+# Compiles every kernel for sm_90a, which needs no GPU, with each release by itself; and those of the tests. A release
+# is fetched once, the newest too: only `make clean` lets go of it.
+ifeq ($(shell uname -s),Linux)
 kernels: $(VENV)/installed
 	@for release in $(TRITONS); do \
 	    folder=$(CURDIR)/$(VENV)/$$release; \
@@ -33,6 +36,10 @@ kernels: $(VENV)/installed
 	    { $(PY) -m deltaspan.bench.compile && $(PY) -m pytest -q -m triton; } 2>$(VENV)/kernels.log || { \
 	        cat $(VENV)/kernels.log; exit 1; }; \
 	done
+else
+kernels:
+	@echo "kernels are compiled on Linux only: pip has no Triton for $$(uname -s)"
+endif
 
 clean:
 	rm -rf $(VENV) deltaspan.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -23,16 +23,12 @@ LAYOUTS = "contiguous, zigzag or zigzag_per_document."
 # As the planner has them, which only a plan loads: help answers at once.
 DEFAULT_RULE = "row_cost_lpt"
 RULES = "one, chain_min, occ, wave, wave_fill1, wave_fill, row_cost, row_cost_lpt, small_one, fill_down or fill_small"
-PLAN_OPTIONS = {  # by the argument that a message names
-    "world_size": "--cp",
-    "layout": "--layout",
-    "hv": "--hv",
-    "sm_count": "--sms",
-    "rule": "--rule",
-    "cu_seqlens": "--lengths",
-}
+PLAN_OPTIONS = {"world_size": "--cp", "sm_count": "--sms", "cu_seqlens": "--lengths"}  # by a message's argument
+PLAN_OPTIONS |= {name: f"--{name}" for name in ("layout", "hv", "rule")}
 BENCH_NAMES = "shards", "layout", "heads", "peers", "decay", "backend", "device", "samples", "seed"
 BENCH_OPTIONS = {"world_size": "--cp"} | {name: f"--{name}" for name in BENCH_NAMES}
+COUNTS_AT_MOST = 1 << 16  # ranks, heads, multiprocessors: beyond any machine, and still planned in seconds
+TOKENS_AT_MOST = 10**12  # of a document: beyond any corpus, and sums of thousands stay within int64
 
 app = typer.Typer(
     help="Exact context-parallel training of Gated DeltaNet layers.",
@@ -103,6 +99,8 @@ def plan(
         from deltaspan.layout import partition
         from deltaspan.plan import plan_segments
 
+        for option, count in (("--cp", cp), ("--hv", hv), ("--sms", sms)):
+            _refuse_above(COUNTS_AT_MOST, option, count)
         documents = _document_lengths(pack, lengths)
         part = partition([0, *accumulate(documents)], cp, layout=layout)
         record = {
@@ -118,8 +116,7 @@ def plan(
         }
     if compare is not None:
         with _usage_errors({"rule": "--compare"}):
-            segments = plan_segments(part, hv=hv, sm_count=sms, rule=compare)
-        record["compare"] = {"rule": compare, "segments": segments}
+            record["compare"] = {"rule": compare, "segments": plan_segments(part, hv=hv, sm_count=sms, rule=compare)}
     _give_json(record, json_to)
     if json_to != "-":
         with _waiting("counting"):
@@ -141,7 +138,8 @@ def verify(
     json_to: Annotated[str | None, typer.Option("--json", help="Write it to a file; - prints it alone.")] = None,
 ) -> None:
     """Check this machine's results against the float64 recurrence, or the checks against planted faults."""
-    with _usage_errors(), _progress() as advance:
+    with _usage_errors({"seed": "--seed"}), _progress() as advance:
+        _refuse_above((1 << 63) - 1, "--seed", seed or 0)  # more than a generator takes
         from deltaspan.verify import run_mutants, run_suite
 
         if mutants:
@@ -172,6 +170,7 @@ def bench(
 ) -> None:
     """Time forward and training step, each side only if float64 finds it right."""
     with _waiting("loading"), _usage_errors(BENCH_OPTIONS):
+        from deltaspan.bench.files import claim
         from deltaspan.bench.report import line, table
         from deltaspan.bench.run import Request, prepare
 
@@ -179,13 +178,13 @@ def bench(
             raise ValueError("one of --shards and --pack is needed, or both")
         if not pack and (cp or layout):
             raise ValueError("--cp and --layout go with --pack, which is not given")
-        packs, cps, layouts = _packs(_names(pack)), _whole_numbers("--cp", cp or "4"), _names(layout or "contiguous")
+        packs, layouts = _packs(_names(pack)), _names(layout or "contiguous")
+        cps, of_heads = (_whole_numbers(*given, COUNTS_AT_MOST) for given in (("--cp", cp or "4"), ("--heads", heads)))
         ready = prepare(Request(
-            _names(shards), packs, cps, layouts, _whole_numbers("--heads", heads), _names(peers),
+            _names(shards), packs, cps, layouts, of_heads, _names(peers),
             decay=decay, backend=backend, device=device, samples=samples, seed=seed,
         ))  # fmt: skip
-        for path in filter(None, (json_to != "-" and json_to, md)):
-            Path(path).touch()  # now rather than after minutes
+        claim({"--json": None if json_to == "-" else json_to, "--md": md})  # now rather than after minutes
     for record in ready.run(_tell):
         _tell(line(record["rows"][-1]))
         _give_json(record, None if json_to == "-" else json_to)
@@ -202,14 +201,14 @@ def plot(
 ) -> None:
     """Draw a record, by what it holds."""
     with _waiting("drawing"), _usage_errors({"record": str(file)}):
-        written = import_module("deltaspan.plots.draw").draw(file.read_text(encoding="utf-8"), folder)
+        written = import_module("deltaspan.plots.draw").draw(file.read_bytes(), folder)
     out.print("Written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 
 def _document_lengths(pack: str | None, lengths: str | None) -> list[int]:
     if (pack is None) == (lengths is None):
         raise ValueError("one of --pack and --lengths is needed, and not both")
-    return _packs([pack])[pack] if lengths is None else _whole_numbers("--lengths", lengths)
+    return _packs([pack])[pack] if lengths is None else _whole_numbers("--lengths", lengths, TOKENS_AT_MOST)
 
 
 def _packs(names: Sequence[str]) -> dict[str, list[int]]:
@@ -224,10 +223,16 @@ def _names(given: str | None) -> list[str]:
     return [name.strip() for name in given.split(",")] if given else []
 
 
-def _whole_numbers(option: str, given: str) -> list[int]:
-    if not all(number.strip().isdecimal() for number in given.split(",")):
-        raise ValueError(f"{option} must be whole numbers from 0 on with commas between, got {given!r}")
-    return [int(number) for number in given.split(",")]
+def _whole_numbers(option: str, given: str, most: int) -> list[int]:
+    texts = [text.strip() for text in given.split(",")]
+    if not all(text.isdecimal() and int(text) <= most for text in texts):
+        raise ValueError(f"{option} must be whole numbers from 0 to {most:,} with commas between, got {given!r}")
+    return [int(text) for text in texts]
+
+
+def _refuse_above(most: int, option: str, found: int) -> None:
+    if found > most:
+        raise ValueError(f"{option} must be at most {most:,}, got {found}")
 
 
 def _draw(module: str, function: str, record: Mapping[str, Any], path: Path) -> Path:
@@ -252,8 +257,9 @@ def _usage_errors(options: Mapping[str, str] | None = None) -> Iterator[None]:
     """What the user asked for and cannot have: one line, exit 2; it opens with the option for a named argument."""
     try:
         yield
-    except (ValueError, OSError) as error:
-        subject, *rest = str(error).split(" ")
+    except (ValueError, OSError, MemoryError) as error:
+        said = str(error) or "what is asked for does not fit in this machine's memory"
+        subject, *rest = " ".join(said.splitlines()).split(" ")
         message = " ".join([(options or {}).get(subject, subject), *rest])
         err.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     except ModuleNotFoundError as missing:

@@ -113,14 +113,21 @@ def table(record: dict[str, Any]) -> Table:
 
 
 def main(
-    shards: Annotated[str, typer.Option(help="Names of local shards, with commas between.")] = ",".join(LOCAL_SHARDS),
+    shards: Annotated[str, typer.Option(help="all, or names of local shards, with commas between.")] = "all",
     json_to: Annotated[Path | None, typer.Option("--json", help="Write the record to a file.")] = None,
 ) -> None:
     """Time kernels against a copy of their bytes."""
+    names = list(LOCAL_SHARDS) if shards == "all" else shards.split(",")
+    try:
+        for name in names:
+            local_shard(name)  # a wrong name is told at once
+    except ValueError as error:
+        typer.echo(f"error: --{error}", err=True)
+        raise typer.Exit(2) from None
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         typer.echo("error: these kernels need a CUDA device of compute capability 9.0", err=True)
         raise typer.Exit(2)
-    record = report(shards.split(","))
+    record = report(names)
     Console(width=140).print(table(record))
     if json_to is not None:
         json_to.write_text(json.dumps(record) + "\n", encoding="utf-8")

@@ -86,9 +86,9 @@ def _opening(record: Mapping[str, Any]) -> list[str]:
 
 def _legend(record: Mapping[str, Any]) -> list[str]:
     return [
-        f"Times are medians of {record['samples']} samples in ms, forward / checkpointed step, sides interleaved, the",
-        "L2 cache not flushed. MiB: allocated at a step's peak above its inputs, deltaspan first. Every side that is",
-        f"timed was within {record['bound']:.0e} of float64 in its output and all gradients (relative RMS; first and",
-        "last key head with their value heads). A row is unsteady if our side, timed twice, differs from itself by",
-        "more than 1 %. No row counts the wire: there is no model of it yet.",
+        f"Times are medians of {record['samples']} samples or more in ms, forward / checkpointed step, sides",
+        "interleaved, the L2 cache not flushed. MiB: allocated at a step's peak above its inputs, deltaspan first.",
+        f"Every side that is timed was within {record['bound']:.0e} of float64 in its output and all gradients",
+        "(relative RMS; first and last key head with their value heads). A row is unsteady if our side, timed twice,",
+        "differs from itself by more than 1 %. No row counts the wire: there is no model of it yet.",
     ]

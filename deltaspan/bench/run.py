@@ -22,6 +22,7 @@ from deltaspan.op.context import multiprocessors
 from deltaspan.plan import plan_segments
 
 CONTROL = "control"  # our side once more
+LARGEST_SEED = (1 << 63) - 1  # that a generator takes
 PEAKS = {"forward": "forward_peak_mib", "step": "peak_mib"}
 
 Tell = Callable[[str], None]
@@ -141,9 +142,11 @@ class Bench:
         self, calls: Mapping[str, Callable[[], object]], watched: Callable[..., Phases], stopwatch: Stopwatch
     ) -> dict[str, Samples]:
         """Of every call by name, and of ours once more as the control."""
-        sides = {name: partial(watched, call) for name, call in calls.items()}
-        if Deltaspan.name in sides:
-            sides[CONTROL] = sides[Deltaspan.name]
+        names = list(calls)
+        if Deltaspan.name in calls:
+            # Opposite in the circle of turns: as far from its own operands in the caches as the circle allows.
+            names.insert(names.index(Deltaspan.name) + len(names) // 2 + 1, CONTROL)
+        sides = {name: partial(watched, calls[Deltaspan.name if name == CONTROL else name]) for name in names}
         return interleave(sides, stopwatch, self.request.samples)
 
 
@@ -165,8 +168,8 @@ def prepare(request: Request) -> Bench:
         raise ValueError(f"decay must be one of {', '.join(DECAYS)}, got {request.decay!r}")
     if request.samples < FEWEST_SAMPLES:
         raise ValueError(f"samples must be at least {FEWEST_SAMPLES}, got {request.samples}")
-    if request.seed < 0:
-        raise ValueError(f"seed must be at least 0, got {request.seed}")
+    if not 0 <= request.seed <= LARGEST_SEED:
+        raise ValueError(f"seed must be from 0 to {LARGEST_SEED:,}, got {request.seed}")
     backend = ds.chosen_backend(request.backend, device=device)
     names = LOCAL_SHARDS if list(request.shards) == ["all"] else request.shards
     of_packs = shards_of_packs(

@@ -26,6 +26,7 @@ LOCAL_SHARDS: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "1x32768": ("1x32768", 1, (32_768,)),
     "4x8192": ("4x8192", 1, (8_192,) * 4),
 }
+TOKENS_AT_MOST = 1 << 24  # of NxL: the operands of more, with the default heads, fill several devices
 EVEN = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
@@ -60,13 +61,15 @@ def local_shard(name: str) -> Shard:
     """A local shard by its name in `LOCAL_SHARDS`, or NxL for N documents of L tokens.
 
     Raises:
-        ValueError: neither of the two.
+        ValueError: neither of the two, or NxL of more than `TOKENS_AT_MOST` tokens.
     """
     if name in LOCAL_SHARDS:
         pack, cp, lengths = LOCAL_SHARDS[name]
         return Shard(name, pack, cp, _one_rank(lengths))
     if even := EVEN.fullmatch(name):
         documents, tokens = map(int, even.groups())
+        if documents * tokens > TOKENS_AT_MOST:
+            raise ValueError(f"shards must have at most {TOKENS_AT_MOST:,} tokens each, got {name!r}")
         return Shard(name, name, 1, _one_rank([tokens] * documents))
     raise ValueError(f"shards must be all, or some of {', '.join(LOCAL_SHARDS)} or NxL, such as 2x500; got {name!r}")
 

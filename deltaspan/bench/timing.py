@@ -73,16 +73,26 @@ class Samples:
 
 
 def orders(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
-    """The sides' order in each round: rotated, so that each of them is first, second and so on equally often."""
+    """The sides' order in each round: every rotation, then every rotation of the reverse, and again.
+
+    In as many rounds as there are rotations of both, or a multiple, each side is first, second and so on equally often,
+    and directly follows its neighbour on the left as often as that on the right.
+    """
     for i in range(rounds if names else 0):
-        shift = i % len(names)
-        yield [*names[shift:], *names[:shift]]
+        turn, shift = divmod(i, len(names))
+        circle = names[::-1] if turn % 2 else names
+        yield [*circle[shift:], *circle[:shift]]
 
 
 def interleave(sides: Mapping[str, Callable[[], Phases]], stopwatch: Stopwatch, samples: int) -> dict[str, Samples]:
-    """Times all sides, by name, in one loop: `WARM_UP` rounds that do not count, then `samples` that do."""
+    """Times all sides, by name, in one loop: `WARM_UP` rounds that do not count, then at least `samples` that do.
+
+    They are as many as let every side have every turn equally often: a multiple of twice the number of sides.
+    """
     counted: list[tuple[str, Phases]] = []
-    for i, order in enumerate(orders(list(sides), WARM_UP + samples)):
+    turns = 2 * len(sides) or 1
+    rounds = -(-samples // turns) * turns
+    for i, order in enumerate(orders(list(sides), WARM_UP + rounds)):
         for name in order:
             phases = sides[name]()
             if i >= WARM_UP:

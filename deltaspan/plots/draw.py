@@ -10,9 +10,10 @@ from typing import Any
 from deltaspan.plots.bench import save_ratios, save_times
 from deltaspan.plots.curves import save_curves
 from deltaspan.plots.partition import save_partition
+from deltaspan.plots.whole import check_bench, check_demo, check_plan
 
 
-def draw(text: str, folder: Path | str) -> list[Path]:
+def draw(text: str | bytes, folder: Path | str) -> list[Path]:
     """Draws what there is to draw of a record.
 
     Args:
@@ -23,15 +24,16 @@ def draw(text: str, folder: Path | str) -> list[Path]:
         the files.
 
     Raises:
-        ValueError: no JSON, or a record of another kind.
+        ValueError: no JSON, a record of another kind, or one that is not whole. Nothing is written then.
     """
     try:
         record = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of bytes that are no text, and of numbers too long to read
         raise ValueError(f"record must be JSON, and this is not: {error}") from None
     held = record.keys() if isinstance(record, Mapping) else set()
-    for keys, pictures in KINDS:
+    for keys, check, pictures in KINDS:
         if held >= keys:
+            check(record)
             Path(folder).mkdir(parents=True, exist_ok=True)
             return pictures(record, Path(folder))
     found = f"has the keys {', '.join(sorted(held))}" if held else "has none of their keys"
@@ -51,7 +53,7 @@ def _of_plan(record: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 KINDS = (
-    ({"decay", "asked", "rows"}, _of_bench),
-    ({"losses", "partition"}, _of_demo),
-    ({"fragments", "segments", "lengths", "cp", "layout"}, _of_plan),
+    ({"decay", "asked", "rows"}, check_bench, _of_bench),
+    ({"losses", "partition"}, check_demo, _of_demo),
+    ({"fragments", "segments", "lengths", "cp", "layout"}, check_plan, _of_plan),
 )

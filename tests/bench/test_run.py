@@ -112,6 +112,21 @@ def test_a_row_is_steady_if_ours_takes_as_long_twice(even_clock: None, monkeypat
     assert "unsteady: control 2.000 / 2.000" in line(row)
 
 
+def test_the_control_has_its_turn_opposite_of_ours(known: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    circles = []
+
+    def watched(sides: dict, stopwatch: Stopwatch, samples: int) -> dict:
+        circles.append(list(sides))
+        return interleave(sides, stopwatch, samples)
+
+    monkeypatch.setattr(bench_run, "interleave", watched)
+    monkeypatch.setitem(PEERS, "also_right", type("AlsoRight", (Right,), {"name": "also_right"}))
+    last(peers=["right", "also_right"], shards=["1x9"], heads=(2, 2))
+    assert circles == [["deltaspan", "right", "control", "also_right"]] * 2
+    last(shards=["1x9"])
+    assert circles[2:] == [["deltaspan", "control"]] * 2
+
+
 def test_a_cut_run_leaves_the_rows_that_were_done() -> None:
     told: list[str] = []
     rows = prepare(Request(**TOY | {"shards": ["1x3", "1x5"]})).run(told.append)

@@ -32,6 +32,13 @@ def test_other_names_are_refused(name: str) -> None:
         local_shard(name)
 
 
+def test_equal_documents_are_bounded_in_tokens() -> None:
+    for name in ("1x16777217", "16777217x1", "99999999999x99999999999"):
+        with pytest.raises(ValueError, match=f"^shards must have at most 16,777,216 tokens each, got '{name}'$"):
+            local_shard(name)
+    assert local_shard("1x16777216").documents == [1 << 24]
+
+
 def test_the_rank_with_most_walk_steps_is_timed_alone_then_all_together() -> None:
     lengths = [700, 0, 64, 6000, 300]
     alone, together = shards_of_packs({"X": lengths}, [3], ["zigzag"], hv=48, sm_count=132)

@@ -1,6 +1,7 @@
 """Sides take turns, phases count by their slowest rank, and the group's marks change no result."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,10 +20,21 @@ def test_sides_take_turns_in_rotated_order() -> None:
         return lambda: clock.around(lambda: made.append(name))
 
     taken = interleave({name: side(name) for name in "abc"}, clock, samples=8)
-    assert "".join(made) == "abcbcacab" * 3 + "abc"
-    assert len(made) == 3 * (WARM_UP + 8) and {len(each.ms) for each in taken.values()} == {8}
-    firsts = Counter(order[0] for order in orders("abc", 9))
-    assert firsts == {"a": 3, "b": 3, "c": 3}
+    circle = "abcbcacabcbabacacb"
+    assert "".join(made) == circle * 2 + circle[: 3 * WARM_UP]
+    assert {len(each.ms) for each in taken.values()} == {12}  # the multiple of twice three sides after 8
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcd", "abcde"])
+@pytest.mark.parametrize("skipped", [0, WARM_UP])
+def test_each_side_has_every_turn_and_either_neighbour_equally_often(names: str, skipped: int) -> None:
+    rounds = list(orders(names, skipped + 4 * len(names)))[skipped:]
+    turns = Counter((name, turn) for order in rounds for turn, name in enumerate(order))
+    assert turns == {(name, turn): 4 for name in names for turn in range(len(names))}
+    follows = Counter(pair for order in rounds for pair in pairwise(order))
+    assert all(follows[one, other] == follows[other, one] for one, other in follows)
+    if len(names) == 4:  # a and c are opposite in the circle
+        assert not follows["a", "c"] and follows["a", "b"]
 
 
 def test_a_phase_lasts_as_long_as_its_slowest_rank() -> None:

@@ -91,15 +91,37 @@ def test_what_is_wrong_fails_the_command(known: None) -> None:
         (["--shards", "1x5", "--backend", "tpu"], "--backend must be one of"),
         (["--shards", "1x5", "--device", "tpu"], "--device must be cpu or cuda, got 'tpu'"),
         (["--shards", "1x5", "--samples", "7"], "--samples must be at least 8, got 7"),
-        (["--shards", "1x5", "--seed", "-1"], "--seed must be at least 0, got -1"),
+        (["--shards", "1x5", "--seed", "-1"], f"--seed must be from 0 to {(1 << 63) - 1:,}, got -1"),
+        (["--shards", "1x5", "--seed", "9" * 23], f"--seed must be from 0 to {(1 << 63) - 1:,}, got {'9' * 23}"),
+        (["--shards", "9" * 11 + "x" + "9" * 11], "--shards must have at most 16,777,216 tokens each, got '99"),
+        (["--shards", "1x" + "9" * 23], "--shards must have at most 16,777,216 tokens each, got '1x99"),
+        (
+            ["--shards", "1x5", "--heads", "1,65537"],
+            "--heads must be whole numbers from 0 to 65,536 with commas between, got '1,65537'",
+        ),
+        (
+            ["--pack", "C3", "--cp", "2,65537"],
+            "--cp must be whole numbers from 0 to 65,536 with commas between, got '2,65537'",
+        ),
+        (["--shards", "1x5", "--json", "."], "--json must be a file, and '.' is a folder"),
+        (["--shards", "1x5", "--json", ""], "--json must be a file, and '.' is a folder"),
+        (["--shards", "1x5", "--md", "/"], "--md must be a file, and '/' is a folder"),
+        (
+            ["--shards", "1x5", "--json", "a.out", "--md", "x/../a.out"],
+            "--json and --md must be two files, got 'x/../a.out'",
+        ),
         (["--shards", "1x5", "--json", "/no/such/folder/a"], "[Errno 2] No such file"),
     ],
 )
-def test_a_wrong_wish_is_one_line_and_exit_2(wish: list[str], said: str) -> None:
+def test_a_wrong_wish_is_one_line_and_exit_2(
+    wish: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     # the device last, so that a wish of its own comes first
     done = run("bench", *wish, *([] if "--device" in wish else ["--device", "cpu"]))
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", ["bench", "plot"])
@@ -155,6 +177,7 @@ def test_plans_and_demos_are_drawn(tmp_path: Path) -> None:
         ),
         ("[1]", "must be what deltaspan plan, demo or bench wrote; this one has none of their keys"),
         ("# no JSON", "must be JSON, and this is not: Expecting value: line 1 column 1 (char 0)"),
+        ('{"decay": "slow", "asked": 1, "rows": []}', "must have two whole numbers as heads, and has nothing there"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -163,3 +186,19 @@ def test_other_files_are_refused(tmp_path: Path, text: str, said: str) -> None:
     done = run("plot", file, "--out", tmp_path / "p")
     assert (done.exit_code, done.stderr) == (2, f"error: {file} {said}\n")
     assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("content", [b"\x80\xff\x01\n\xfe", bytes(range(256)), b"[" * 100_000, b"1" * 5000])
+def test_bytes_that_are_no_json_are_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(content)
+    done = run("plot", file, "--out", tmp_path / "p")
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {file} must be JSON, and this is not: ")
+
+
+def test_kernels_that_are_asked_for_shards_nobody_knows() -> None:
+    wish = [sys.executable, "-m", "deltaspan.bench.kernels", "--shards", "1x64,typo"]
+    done = subprocess.run(wish, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: --shards must be all, or some of") and "got 'typo'" in done.stderr

@@ -107,6 +107,9 @@ def test_known_packs_are_whole() -> None:
         (["--cp", "0"], "--cp must be at least 1, got 0"),
         (["--hv", "0"], "--hv must be at least 1, got 0"),
         (["--sms", "0"], "--sms must be at least 1, got 0"),
+        (["--cp", "65537"], "--cp must be at most 65,536, got 65537"),
+        (["--hv", "9" * 20, "--sms", "1"], f"--hv must be at most 65,536, got {'9' * 20}"),
+        (["--sms", "9" * 20], f"--sms must be at most 65,536, got {'9' * 20}"),
         (["--rule", "luck"], "--rule must be one of one, chain_min"),
         (["--compare", "luck"], "--compare must be one of one, chain_min"),
         (["--pack", "P9"], "--pack must be one of P1, P2"),
@@ -125,6 +128,27 @@ def test_wrong_lengths_are_refused(lengths: str) -> None:
     done = run("plan", "--lengths", lengths, "--cp", "2", "--layout", "zigzag", "--hv", "4")
     assert done.exit_code == 2 and done.stderr.count("\n") == 1 and done.stdout == ""
     assert done.stderr.startswith("error: --lengths must be ")
+
+
+def test_lengths_are_bounded() -> None:
+    wish = ("plan", "--cp", "2", "--layout", "zigzag", "--hv", "4", "--json", "-", "--lengths")
+    done = run(*wish, f"{10**12 + 1},1")
+    assert done.exit_code == 2
+    said = f"--lengths must be whole numbers from 0 to {10**12:,} with commas between, got '{10**12 + 1},1'"
+    assert done.stderr == f"error: {said}\n"
+    assert run(*wish, ",".join([str(10**12)] * 3)).exit_code == 0
+
+
+def test_what_does_not_fit_in_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("deltaspan.layout.partition", full)
+    done = run(*P3)
+    assert (done.exit_code, done.stderr.count("\n")) == (
+        2,
+        1,
+    ) and "does not fit in this machine's memory" in done.stderr
 
 
 def test_demo_refuses_wrong_wishes_in_one_line(tmp_path: Path) -> None:

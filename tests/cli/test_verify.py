@@ -45,7 +45,16 @@ def test_mutants_instead_of_a_suite(asked: list) -> None:
 
 
 @pytest.mark.parametrize("mutants", [[], ["--mutants"]])
-def test_a_wrong_wish_is_one_line_and_exit_2(mutants: list[str]) -> None:
-    done = CliRunner().invoke(app, ["verify", "--seed", "-1", *mutants])
+@pytest.mark.parametrize(
+    ("seed", "said"),
+    [("-1", "at least 0, got -1"), (str(1 << 63), f"at most {(1 << 63) - 1:,}, got {1 << 63}")],
+)
+def test_a_wrong_wish_is_one_line_and_exit_2(mutants: list[str], seed: str, said: str) -> None:
+    done = CliRunner().invoke(app, ["verify", "--seed", seed, *mutants])
     assert done.exit_code == 2 and done.stdout == ""
-    assert done.stderr == "error: seed must be at least 0, got -1\n"
+    assert done.stderr == f"error: --seed must be {said}\n"
+
+
+def test_the_largest_seed_is_served(asked: list) -> None:
+    assert CliRunner().invoke(app, ["verify", "--seed", str((1 << 63) - 1)]).exit_code == 0
+    assert asked[0][2]["seed"] == (1 << 63) - 1
