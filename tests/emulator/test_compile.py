@@ -8,16 +8,11 @@ pytestmark = pytest.mark.triton
 def test_the_pipeline_compiles() -> None:
     pytest.importorskip("triton")
     from deltaspan.kernels.hopper.ahead import compile_ahead
-    from deltaspan.kernels.hopper.gluon import gl
     from tests.emulator import pipeline
 
-    def boxes(*shape: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
-        return f"tensordesc<bf16{list(shape)},{layout!r}>"
-
     arguments = {
-        "k": boxes(64, 128), "v": boxes(64, 64), "o": boxes(64, 64), "o_rows": "*bf16", "states": "*fp32",
-        "segments": "*i32", "n": "i32", "first_slot": "i32",
+        "k": "tiles<bf16[64, 128]>", "v": "tiles<bf16[64, 64]>", "o": "tiles<bf16[64, 64]>", "o_rows": "*bf16",
+        "states": "*fp32", "segments": "*i32", "n": "i32", "first_slot": "i32",
     }  # fmt: skip
     made = compile_ahead(pipeline.walk, arguments, {}, num_warps=4)
     assert made.spills == 0

@@ -114,6 +114,14 @@ def test_any_heads(rng: torch.Generator, machine: Machine, H: int, group: int) -
     assert relative(o, truth) < BF16 and relative(exit, exits) < BF16
 
 
+def test_beta_in_bf16(rng: torch.Generator, machine: Machine) -> None:
+    x = drawn(rng, [70])
+    narrow = x._replace(beta=x.beta.bfloat16())
+    wide = x._replace(beta=narrow.beta.float())
+    for a, b in zip(machine.forward(narrow.to(machine.device)), machine.forward(wide.to(machine.device)), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_the_order_of_partitions_changes_no_bit(rng: torch.Generator) -> None:
     x = drawn(rng, [200])
     first = Machine("cpu").forward(x, seed=0)
@@ -134,8 +142,30 @@ def test_what_decays_away_is_not_walked(rng: torch.Generator, machine: Machine) 
     whole, alone = machine.forward(x)[1], machine.forward(x, output=False)[1]
     assert relative(alone, whole.cpu().double()) < 1e-7
     assert not machine.transfer(x).any()
-    x.g[70] = torch.nan  # nothing is skipped where nobody knows what decays
-    assert machine.transfer(x).isnan().any() and machine.forward(x, output=False)[1].isnan().any()
+    for broken in (x.g, x.beta):  # nothing is skipped where nobody knows what decays
+        spoilt = broken[70].clone()
+        broken[70] = torch.nan
+        assert machine.transfer(x).isnan().any() and machine.forward(x, output=False)[1].isnan().any()
+        broken[70] = spoilt
+
+
+def test_each_head_begins_where_it_is_felt(rng: torch.Generator, machine: Machine) -> None:
+    """Decay that differs by head and chunk: what is not felt is not read."""
+    n = 130 if machine.device == "cuda" else 7  # 130: more than are summed at once
+    x = drawn(rng, [64 * n + 7], group=3, decay="none")
+    x.g[64 * 2 : 64 * 3, 0] = -2.0
+    x.g[64 * (n - 1) : 64 * n, 1] = -2.0
+    first = {0: 64 * 2, 1: 64 * (n - 1), 2: 0}  # of each head, what is felt
+    for h, begin in first.items():
+        x.v[:begin, h] = torch.nan
+        exit = machine.forward(x.to(machine.device), output=False)[1][0, h]
+        assert exit.isfinite().all() and exit.any()
+        if begin:
+            x.v[begin, h] = torch.nan
+            assert machine.forward(x.to(machine.device), output=False)[1][0, h].isnan().any()
+        x.v[: begin + 1, h] = 0.0
+    M = machine.transfer(x.to(machine.device))[0]
+    assert not M[:2].any() and M[2].any()
 
 
 @pytest.mark.parametrize("decay", ["moderate", "slow", "none"])
@@ -152,23 +182,27 @@ def test_maps(rng: torch.Generator, machine: Machine, decay: str) -> None:
     assert relative(M.cpu().double() @ x.entry.double() + b.cpu().double(), exits) < BF16
 
 
-def test_a_long_key_is_loud_and_nothing_else_is(rng: torch.Generator, machine: Machine) -> None:
-    x = drawn(rng, [100, 90])
-    o, exit = machine.forward(x.to(machine.device))
-    x.k[30] *= 1.2
-    found, state = machine.forward(x.to(machine.device))
-    assert found[30:100].isnan().all() and state[0].isnan().all()
-    assert torch.equal(found[:30], o[:30]) and torch.equal(found[100:], o[100:]) and torch.equal(state[1], exit[1])
+@pytest.mark.parametrize("too_long", [1.02, 1.2])  # |k|^2 of 1.04, and more
+def test_a_long_key_is_loud_and_nothing_else_is(rng: torch.Generator, machine: Machine, too_long: float) -> None:
+    x = drawn(rng, [100, 90], H=2, group=1, decay="slow")
+    (o, exit), maps = machine.forward(x.to(machine.device)), machine.transfer(x.to(machine.device))
+    x.k[30, 1] *= too_long
+    (found, state), found_maps = machine.forward(x.to(machine.device)), machine.transfer(x.to(machine.device))
+    assert found[30:100, 1].isnan().all() and state[0, 1].isnan().all() and found_maps[0, 1].isnan().all()
+    found[30:100, 1], state[0, 1], found_maps[0, 1] = o[30:100, 1], exit[0, 1], maps[0, 1]
+    assert torch.equal(found, o) and torch.equal(state, exit) and torch.equal(found_maps, maps)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_what_stands_behind_a_fragment_is_not_read(rng: torch.Generator, machine: Machine, name: str) -> None:
     x = drawn(rng, [70, 30])
-    o, exit = machine.forward(x.to(machine.device))
+    (o, exit), maps = machine.forward(x.to(machine.device)), machine.transfer(x.to(machine.device))
     getattr(x, name)[70:] = torch.nan
     found, state = machine.forward(x.to(machine.device))
     assert torch.equal(found[:70], o[:70]) and torch.equal(state[0], exit[0])
     assert found[70:].isnan().any()
+    M = machine.transfer(x.to(machine.device))
+    assert torch.equal(M[0], maps[0]) and M[1].isnan().any() == (name == "k")
 
 
 def test_merge(rng: torch.Generator, machine: Machine) -> None:

@@ -89,7 +89,7 @@ def emulated(x: Inputs, source: str | None = None) -> Found:
     heads = {"H": x.k.shape[1], "GROUP": HV // x.k.shape[1]}
     made = (A, G, broken, reach)
     kernel = load(MODULE, source).prep_kernel
-    launch(kernel, (NC * heads["H"],), x.k, x.g, x.beta, x.chunks, *made, NC, x.k.stride(0), seed=5, **heads)
+    launch(kernel, (NC * heads["H"],), x.k, x.g, x.beta, x.chunks, *made, NC, x.k.stride(0) // 8, seed=5, **heads)
     return Found(A, G, broken)
 
 

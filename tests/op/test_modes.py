@@ -309,7 +309,7 @@ def test_a_set_of_another_rank_is_refused(rng: torch.Generator) -> None:
     _, _, saved = ds.forward(*operands, ctx)
     with pytest.raises(ValueError, match="kept by the forward of rank 1, and given to rank 0"):
         ds.backward(*operands, ctx, ctx.shard(pack.do), saved=saved[::-1])
-    with pytest.raises(ValueError, match="forward with exchange='all_to_all', got exchange='ring'$"):
+    with pytest.raises(ValueError, match=r"forward with exchange='all_to_all', got exchange='ring'$"):
         ds.backward(*operands, ctx, ctx.shard(pack.do), saved=saved, exchange="ring")
     copied = copy.deepcopy(saved)
     assert all(a is b for a, b in zip(copied, saved, strict=True))  # read-only: there is nothing to copy

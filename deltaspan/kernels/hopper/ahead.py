@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from deltaspan.kernels.hopper.gluon import COMPILED_WITH
+from deltaspan.kernels.hopper.gluon import COMPILED_WITH, TYPES, default_layout
 
 TRITON = triton.__version__
 SM_90 = GPUTarget("cuda", 90, 32)
 ALIGNED = [["tt.divisibility", 16]]  # as torch allocates
+TILES = re.compile(r"tiles<(\w+)\[([\d, ]+)\]>")
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", re.MULTILINE)
 
 
@@ -37,12 +39,13 @@ class Compiled(NamedTuple):
 
 
 def compile_ahead(kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any], num_warps: int) -> Compiled:
-    """arguments: the type of each that is no constant, as Triton writes it, such as "*bf16" or "i32"."""
+    """arguments: the type of each that is no constant, as Triton writes it, such as "*bf16" or "i32"; of descriptors
+    "tiles<bf16[64, 128]>", a block of them."""
     names = list(kernel.arg_names)
-    signature = {name: arguments.get(name, "constexpr") for name in names}
+    signature = {name: _written_out(arguments.get(name, "constexpr")) for name in names}
     where = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(names.index(name),): ALIGNED for name, kind in arguments.items() if kind.startswith("*")}
-    source = GluonASTSource(kernel, signature, where, aligned)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, where, aligned)
     made = triton.compile(source, target=SM_90, options={"num_warps": num_warps, **COMPILED_WITH})
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -52,6 +55,15 @@ def compile_ahead(kernel: Any, arguments: Mapping[str, str], constants: Mapping[
     assert found is not None, f"cuobjdump says otherwise than it used to: {usage}"
     instructions = Counter(name for name in INSTRUCTION.findall(sass) if name != "NOP")
     return Compiled(int(found[1]), int(found[2]), made.metadata.shared, instructions)
+
+
+def _written_out(kind: str) -> str:
+    tiles = TILES.fullmatch(kind)
+    if tiles is None:
+        return kind
+    block = tuple(map(int, tiles[2].split(", ")))
+    dtype = next(dtype for dtype, its in TYPES.items() if its.name == tiles[1])
+    return f"tensordesc<{tiles[1]}{list(block)},{default_layout(block, dtype)!r}>"
 
 
 def _dump(what: str, cubin: Path) -> str:

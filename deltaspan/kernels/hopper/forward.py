@@ -8,8 +8,8 @@ left operand of every product of the chain), A and G of the prep stage, a = 2^G,
     O^T = scale a (S^T Q^T) + R^T W^T      S^T <- 2^(G_C) S^T + R^T X
 
 Four partitions: two warpgroups walk, one on each half of V; one prepares X, W and a for the next chunk, off the chain;
-one warp loads. Rows behind a fragment's end, which the loads take from the next document, are set to zero in shared
-memory before anything is computed from them.
+one warp loads. Rows of k and v behind a fragment's end, which the loads take from the next document, are set to zero
+in shared memory before anything is computed from them; what q's rows there give is not stored.
 
 Without output the same walk gives a segment's exit state alone, for its summary. It may then begin late: what decays
 below the smallest fp32 number until the end of the segment cannot be felt there.
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from deltaspan.kernels.hopper.gluon import (
     COMPILED_WITH,
+    add,
     barrier,
     exp2,
     fence_async_shared,
@@ -42,8 +43,9 @@ from deltaspan.kernels.hopper.gluon import (
 )
 from deltaspan.kernels.hopper.prep import Prepared
 
-# Three stages fill the shared memory. A walk holds S in 64 registers, U, Q and O in 32 each, and operands.
-LAUNCH = {"STAGES": 3, "CHAIN_REGISTERS": 184, "PREPARE_REGISTERS": 120}
+# Three stages fill the shared memory. A walk holds S in 64 registers, U, Q and O in 32 each, and operands; with fewer
+# than 136 `prepare` spills addresses under Triton 3.9.
+LAUNCH = {"STAGES": 3, "CHAIN_REGISTERS": 176, "PREPARE_REGISTERS": 136}
 
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
@@ -167,8 +169,6 @@ def prepare(
         G = gs.index(stage).reshape([CHUNK])
         held = end - begin - i * CHUNK
         if held < CHUNK:
-            if OUTPUT:
-                clear_behind(q, held)
             clear_behind(k, held)
             clear_behind(vs.index(stage), held)
             fence_async_shared()
@@ -311,11 +311,6 @@ def chunks_felt(reach, n):
         felt = gl.minimum(felt, gl.min(gl.where(summed < NOTHING, back + 1, n), 0))
         total = total + gl.sum(decay, 0)
     return gl.where(total == total, felt, n)  # a NaN is felt everywhere
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
 
 
 def forward(

@@ -38,14 +38,19 @@ def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1)
 
 
-def tiles(x: Tensor, *block: int) -> TensorDescriptor:
-    """A tensor of rows as the copy engine sees it, in blocks of this shape, swizzled as matrix products want it."""
-    return TensorDescriptor.from_tensor(x, list(block), _layout(block, x.dtype))
+@gluon.jit
+def add(a, b):
+    return a + b
 
 
 @lru_cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
+
+
+def tiles(x: Tensor, *block: int) -> TensorDescriptor:
+    """A tensor of rows as the copy engine sees it, in blocks of this shape, swizzled as matrix products want it."""
+    return TensorDescriptor.from_tensor(x, list(block), default_layout(block, x.dtype))
 
 
 def row_tiles(x: Tensor) -> TensorDescriptor:
@@ -56,7 +61,9 @@ def row_tiles(x: Tensor) -> TensorDescriptor:
 
 __all__ = [
     "COMPILED_WITH",
+    "add",
     "barrier",
+    "default_layout",
     "exp2",
     "fence_async_shared",
     "gl",

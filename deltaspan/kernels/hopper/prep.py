@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltaspan.kernels.hopper.gluon import COMPILED_WITH, gl, gluon, mma_v2
+from deltaspan.kernels.hopper.gluon import COMPILED_WITH, add, gl, gluon, mma_v2
 
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
@@ -31,9 +31,9 @@ LONGEST_KEY = gl.constexpr(1.03)  # |k|^2 of a unit key rounded to bf16 stays be
 
 
 @gluon.jit
-def prep_kernel(k, g, beta, chunks, A, G, broken, reach, NC, pitch, H: gl.constexpr, GROUP: gl.constexpr):
-    """k [T, H, 128] bf16, rows `pitch` apart; g and beta [T, H * GROUP]; chunks [NC, 2] int32: first token and tokens
-    of each.
+def prep_kernel(k, g, beta, chunks, A, G, broken, reach, NC, eighths, H: gl.constexpr, GROUP: gl.constexpr):
+    """k [T, H, 128] bf16, rows 8 * eighths apart; g and beta [T, H * GROUP]; chunks [NC, 2] int32: first token and
+    tokens of each.
 
     A [HV, NC, 64, 64] bf16, G [HV, NC, 64] fp32. broken [H, NC] int32: the first row whose key breaks the promise of
     unit keys, 64 if there is none. reach [HV, NC] fp32: log2 of a bound of the norm of the chunk's map, NaN if a key is
@@ -57,6 +57,7 @@ def prep_kernel(k, g, beta, chunks, A, G, broken, reach, NC, pitch, H: gl.conste
         decays = decays + (gl.load(g + at + e, mask=row < n, other=0.0),)
 
     # n = -K K^T by 16-blocks of the lower half
+    pitch = eighths * 8  # said so that 16 bytes can be loaded at once
     keys = k + start * pitch + h * HEAD_DIM
     k0 = load_keys(keys, 0, n, pitch, MMA)
     k1 = load_keys(keys, 16, n, pitch, MMA)
@@ -103,7 +104,8 @@ def prep_kernel(k, g, beta, chunks, A, G, broken, reach, NC, pitch, H: gl.conste
         summed = gl.associative_scan(decay, 0, add) * LOG2_E
         gl.store(G + ((h * GROUP + e).to(gl.int64) * NC + c) * CHUNK + row, summed)
         # |I - beta k k^T| is at most 1, or beta |k|^2 - 1 = 1 + x where that is more, and log(1 + x) at most x
-        growth = gl.maximum(LONGEST_KEY * betas[e] - 2.0, 0.0) * LOG2_E
+        growth = LONGEST_KEY * betas[e] - 2.0
+        growth = gl.where(growth <= 0.0, 0.0, growth) * LOG2_E  # a NaN stays one
         bound = gl.sum(gl.where(row == CHUNK - 1, summed, 0.0) + growth, 0)
         bound = gl.where(first < CHUNK, float("nan"), bound)
         gl.store(reach + (h * GROUP + e).to(gl.int64) * NC + c, bound)
@@ -219,11 +221,6 @@ def first_long(n_ii, first, MMA: gl.constexpr):
 
 
 @gluon.jit
-def add(a, b):
-    return a + b
-
-
-@gluon.jit
 def halves(x):
     """fp32 as a sum of two fp16."""
     high = x.to(gl.float16)
@@ -302,8 +299,8 @@ class Prepared(NamedTuple):
 
 
 def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor) -> Prepared:
-    """Launches the kernel; k [T, H, 128] bf16, rows of any pitch; g [T, HV] fp32, beta [T, HV] fp32 or bf16; chunks
-    [NC, 2] int32: first token and tokens of each.
+    """Launches the kernel; k [T, H, 128] bf16, rows a multiple of 16 bytes apart; g [T, HV] fp32, beta [T, HV] fp32 or
+    bf16; chunks [NC, 2] int32: first token and tokens of each.
     """
     NC, H, HV = len(chunks), k.shape[1], g.shape[1]
     A = k.new_empty(HV, NC, 64, 64)
@@ -312,6 +309,6 @@ def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor) -> Prepared:
     made = Prepared(A, G, broken, g.new_empty(HV, NC))
     if NC:
         prep_kernel[(NC * H,)](
-            k, g, beta, chunks, *made, NC, k.stride(0), H=H, GROUP=HV // H, num_warps=1, **COMPILED_WITH
+            k, g, beta, chunks, *made, NC, k.stride(0) // 8, H=H, GROUP=HV // H, num_warps=1, **COMPILED_WITH
         )
     return made
