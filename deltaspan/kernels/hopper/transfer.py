@@ -1,12 +1,14 @@
 """A segment's map M, S_out = M S_in + b, for sm_90: one program a segment and value head.
 
-M is the walk of `forward` without what is written, begun with the identity:
+All decay comes off a chunk's map in front, for what token i reads has decayed by 2^(G_i) and what it writes decays by
+2^(G_C - G_i). So M is 2^(sum of G_C) times the walk of a rule without decay, begun with the identity:
 
-    M^T <- 2^(G_C) M^T - (a (M^T K^T)) X
+    M^T <- M^T - (M^T K^T) (A^T K)
 
 A map goes to other ranks and is multiplied by others, so its chain keeps fp32: M^T and what it reads are split into two
-fp16 numbers each, 22 bits (K and X are exact in fp16, or near enough: entries below 2^-14 lose bits that are 2^-24 of
-a key). One fp16 or TF32 number alone, 11 bits, would not do over long chains of slow decay.
+fp16 numbers each, 22 bits (K and A^T K are exact in fp16, or near enough: entries below 2^-14 lose bits that are 2^-24
+of a key). One fp16 or TF32 number alone, 11 bits, would not do over long chains of slow decay. Rows of M^T are walked
+each by itself, so each is kept within fp16's range by powers of two of its own, which cost no bit.
 
 Where everything decays below the smallest fp32 number within the segment, M is zero and nothing is walked.
 """
@@ -31,20 +33,23 @@ from deltaspan.kernels.hopper.gluon import (
 )
 from deltaspan.kernels.hopper.prep import Prepared
 
-# A walk holds M^T in 64 registers and both halves of it in 32 each. With 192 : 112 ptxas waits after every product.
-LAUNCH = {"STAGES": 3, "CHAIN_REGISTERS": 200, "PREPARE_REGISTERS": 96}
+# A walk holds M^T in 64 registers and both halves of it in 32 each.
+LAUNCH = {"STAGES": 4, "CHAIN_REGISTERS": 200, "PREPARE_REGISTERS": 96}
 
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
 ROWS = gl.constexpr(64)  # of M^T, a warpgroup's share
+FRESH = gl.constexpr(4)  # chunks between two adjustments of the range
+LARGEST = gl.constexpr(4)  # log2 of a row's largest element then, at most: it can grow by 2^8 before its product with K
+# of 128 channels overflows fp16, and shrink by 2^6 before its lower half loses bits
 
 
 @gluon.jit
 def transfer_kernel(
-    k_tiles, A_tiles, G_tiles, M, broken, reach, segments, NC, TERMS: gl.constexpr, H: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+    k_tiles, A_tiles, G, M, broken, reach, segments, NC, TERMS: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles, broken, reach and segments as `forward_kernel` has them; M [S, HV, K, K] fp32.
+    """Tiles, reach and segments as `forward_kernel` has them; G [HV, NC, 64] fp32; M [S, HV, K, K] fp32.
 
     TERMS: 2; or 1, the control by which tests show that it needs two.
     """
@@ -56,18 +61,14 @@ def transfer_kernel(
     chunk = gl.load(segment + 2)
     target = gl.load(segment + 3)
     n = (end - begin + CHUNK - 1) // CHUNK
-    felt = chunks_felt(reach + hv.to(gl.int64) * NC + chunk, n)
-    passes = gl.where(felt == n, 1.0, 0.0)
-    n = gl.where(felt == n, n, 0)
+    first = hv.to(gl.int64) * NC + chunk
+    decay = summed_decay(G + first * CHUNK, broken + (hv // GROUP) * NC + chunk, n)
+    n = gl.where(chunks_felt(reach + first, n) == n, n, 0)
 
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], k_tiles.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], A_tiles.layout)
-    gs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], G_tiles.layout)
     keys = gl.allocate_shared_memory(gl.float16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
     xs = gl.allocate_shared_memory(gl.float16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    writes = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)
-    reads = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -79,15 +80,13 @@ def transfer_kernel(
         mbarrier.init(ready.index(j), count=1)
         mbarrier.init(free.index(j), count=2)
 
-    h = hv // GROUP
     out = M + (target * HV + hv).to(gl.int64) * (HEAD_DIM * HEAD_DIM)
     gl.warp_specialize(
         [
-            (walk, (out, keys, xs, writes, reads, ready, free, n, passes, 0, TERMS)),
-            (walk, (out, keys, xs, writes, reads, ready, free, n, passes, ROWS, TERMS)),
-            (prepare, (ks, ws, gs, keys, xs, writes, reads, full, empty, ready, free, broken + h * NC + chunk, begin,
-                       end, n, STAGES)),
-            (load, (k_tiles, A_tiles, G_tiles, ks, ws, gs, full, empty, begin, hv * NC + chunk, n, h * HEAD_DIM,
+            (walk, (out, keys, xs, ready, free, n, decay, 0, TERMS)),
+            (walk, (out, keys, xs, ready, free, n, decay, ROWS, TERMS)),
+            (prepare, (ks, ws, keys, xs, full, empty, ready, free, end - begin, n, STAGES)),
+            (load, (k_tiles, A_tiles, ks, ws, full, empty, begin, hv * NC + chunk, n, (hv // GROUP) * HEAD_DIM,
                     STAGES)),
         ],
         [4, 4, 1],
@@ -96,54 +95,58 @@ def transfer_kernel(
 
 
 @gluon.jit
-def load(k_tiles, A_tiles, G_tiles, ks, ws, gs, full, empty, begin, row, n, key_column, STAGES: gl.constexpr):
+def summed_decay(G, broken, n):
+    """log2 of the decay over n chunks; NaN if a key among them breaks the promise of unit keys."""
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lane = gl.arange(0, 128, layout=FLAT)
+    total = 0.0
+    for base in range(0, n, 128):
+        held = base + lane < n
+        decay = gl.load(G + (base + lane) * CHUNK + CHUNK - 1, mask=held, other=0.0)
+        whole = gl.load(broken + base + lane, mask=held, other=CHUNK) == CHUNK
+        total = total + gl.sum(gl.where(whole, decay, float("nan")), 0)
+    return total
+
+
+@gluon.jit
+def load(k_tiles, A_tiles, ks, ws, full, empty, begin, row, n, key_column, STAGES: gl.constexpr):
     stage = 0
     phase = 0
     for i in range(n):
         mbarrier.wait(empty.index(stage), phase ^ 1)
-        mbarrier.expect(full.index(stage), CHUNK * HEAD_DIM * 2 + CHUNK * CHUNK * 2 + CHUNK * 4)
+        mbarrier.expect(full.index(stage), CHUNK * HEAD_DIM * 2 + CHUNK * CHUNK * 2)
         load_tile(k_tiles, [begin + i * CHUNK, key_column], full.index(stage), ks.index(stage))
         load_tile(A_tiles, [(row + i) * CHUNK, 0], full.index(stage), ws.index(stage))
-        load_tile(G_tiles, [row + i, 0], full.index(stage), gs.index(stage))
         stage = stage + 1
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
         stage = gl.where(stage == STAGES, 0, stage)
 
 
 @gluon.jit
-def prepare(ks, ws, gs, keys, xs, writes, reads, full, empty, ready, free, broken, begin, end, n, STAGES: gl.constexpr):
-    """K and X in fp16, and a, of every chunk, two ahead at most."""
+def prepare(ks, ws, keys, xs, full, empty, ready, free, tokens, n, STAGES: gl.constexpr):
+    """K and A^T K in fp16, of every chunk, two ahead at most."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    token = gl.arange(0, CHUNK, layout=FLAT)
     stage = 0
     phase = 0
     for i in range(n):
         b = i & 1
         mbarrier.wait(free.index(b), ((i >> 1) & 1) ^ 1)
-        first_broken = gl.load(broken + i)
         mbarrier.wait(full.index(stage), phase)
         k = ks.index(stage)
-        G = gs.index(stage).reshape([CHUNK])
-        held = end - begin - i * CHUNK
+        held = tokens - i * CHUNK
         if held < CHUNK:
             clear_behind(k, held)
             fence_async_shared()
             barrier()
         keys.index(b).store(k.load(WIDE).to(gl.float16))
-        decay = exp2(G.load(FLAT))
-        writes.index(b).store(decay)
-        reads.index(b).store(gl.where(token >= first_broken, float("nan"), decay))
         at = ws.index(stage).permute((1, 0)).load(LEFT)
-        G_row = G.load(gl.SliceLayout(1, ACC))
-        to_end = exp2(G.slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(1, ACC)) - G_row)
         for half in gl.static_range(2):
             X = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             X = warpgroup_mma(at, k.slice(half * CHUNK, CHUNK, 1), X, is_async=True)
             X = warpgroup_mma_wait(0, deps=[X, at, k])[0]
-            xs.index(b).slice(half * CHUNK, CHUNK, 1).store((X * to_end[:, None]).to(gl.float16))
+            xs.index(b).slice(half * CHUNK, CHUNK, 1).store(X.to(gl.float16))
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready.index(b), count=1)
@@ -154,7 +157,7 @@ def prepare(ks, ws, gs, keys, xs, writes, reads, full, empty, ready, free, broke
 
 
 @gluon.jit
-def walk(out, keys, xs, writes, reads, ready, free, n, passes, FIRST: gl.constexpr, TERMS: gl.constexpr):
+def walk(out, keys, xs, ready, free, n, decay, FIRST: gl.constexpr, TERMS: gl.constexpr):
     """64 rows of M^T, from FIRST on."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -162,8 +165,13 @@ def walk(out, keys, xs, writes, reads, ready, free, n, passes, FIRST: gl.constex
     STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STATE))
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
-    T = gl.where((FIRST + row)[:, None] == column[None, :], passes, 0.0)
+    T = gl.where((FIRST + row)[:, None] == column[None, :], 1.0, 0.0)
+    scaled = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, STATE))  # log2 of what a row was multiplied by
     for i in range(n):
+        if i % FRESH == 0:
+            up = LARGEST - exponent(gl.max(gl.abs(T), 1))
+            T = T * exp2(up.to(gl.float32))[:, None]
+            scaled = scaled + up
         b = i & 1
         k = keys.index(b)
         x = xs.index(b)
@@ -179,21 +187,24 @@ def walk(out, keys, xs, writes, reads, ready, free, n, passes, FIRST: gl.constex
             U, t, t_low, k = warpgroup_mma_wait(0, deps=[U, t, t_low, k])
         else:
             U, t, k = warpgroup_mma_wait(0, deps=[U, t, k])
-        written = writes.index(b).load(gl.SliceLayout(0, ACC))
-        gamma = reads.index(b).slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, STATE))
-        R = -written[None, :] * U
-        high = R.to(gl.float16)
+        high = (-U).to(gl.float16)
         r = gl.convert_layout(high, STATE_LEFT)
-        T = T * gamma[None, :]
         T = warpgroup_mma(r, x, T, is_async=True)
         if TERMS == 2:
-            r_low = gl.convert_layout((R - high.to(gl.float32)).to(gl.float16), STATE_LEFT)
+            r_low = gl.convert_layout((-U - high.to(gl.float32)).to(gl.float16), STATE_LEFT)
             T = warpgroup_mma(r_low, x, T, is_async=True)
             T, r, r_low, x = warpgroup_mma_wait(0, deps=[T, r, r_low, x])
         else:
             T, r, x = warpgroup_mma_wait(0, deps=[T, r, x])
         mbarrier.arrive(free.index(b), count=1)
+    T = T * exp2(decay - scaled.to(gl.float32))[:, None]
     gl.store(out + column[None, :] * HEAD_DIM + (FIRST + row)[:, None], T)
+
+
+@gluon.jit
+def exponent(x):
+    """floor(log2 x) of numbers >= 0, but at least -110, whose inverse is far from the largest number."""
+    return gl.maximum((x.to(gl.int32, bitcast=True) >> 23) - 127, -110)
 
 
 def transfer(k: Tensor, made: Prepared, segments: Tensor, *, terms: int = 2) -> Tensor:
@@ -201,9 +212,8 @@ def transfer(k: Tensor, made: Prepared, segments: Tensor, *, terms: int = 2) -> 
     (_, H, D), (HV, NC) = k.shape, made.reach.shape
     M = torch.empty(len(segments), HV, D, D, dtype=torch.float32, device=k.device)
     if len(segments):
-        rows = row_tiles(k), tiles(made.A.view(-1, 64), 64, 64), tiles(made.G.view(-1, 64), 1, 64)
         transfer_kernel[(len(segments) * HV,)](
-            *rows, M, made.broken, made.reach, segments, NC, TERMS=terms,
-            H=H, GROUP=HV // H, num_warps=4, **LAUNCH, **COMPILED_WITH,
+            row_tiles(k), tiles(made.A.view(-1, 64), 64, 64), made.G, M, made.broken, made.reach, segments, NC,
+            TERMS=terms, H=H, GROUP=HV // H, num_warps=4, **LAUNCH, **COMPILED_WITH,
         )  # fmt: skip
     return M
