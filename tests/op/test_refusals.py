@@ -173,7 +173,15 @@ def test_simulated_ranks_take_lists() -> None:
 
 
 @pytest.mark.parametrize("query", [ds.comm_bytes, ds.saved_bytes])
-@pytest.mark.parametrize(("H", "HV"), [(2, 3), (0, 4), (2, 0), (2, -2)])
-def test_bytes_of_bad_heads(query: Callable, H: int, HV: int) -> None:
-    with pytest.raises(ValueError, match=f"HV={HV} and H={H}"):
+@pytest.mark.parametrize(
+    ("H", "HV", "words"),
+    [
+        (2, 3, "HV=3 and H=2"),
+        (0, 4, "H must be at least 1, got 0"),
+        (2, 0, "HV must be at least 1, got 0"),
+        (2, -2, "HV must be at least 1, got -2"),
+    ],
+)
+def test_bytes_of_bad_heads(query: Callable, H: int, HV: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         query(simulate(PART), H=H, HV=HV)
