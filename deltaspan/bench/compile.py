@@ -92,8 +92,9 @@ def _transfer(H: int, group: int) -> Case:
     )
 
 
-def _compose(kernel: str, arguments: str, instructions: int, **constants: int) -> Case:
-    kinds = {"HV": "i32", "steps": "*i32", "starts": "*i32"}
+def _compose(kernel: str, arguments: str, instructions: int, spills: int = 0, **constants: int) -> Case:
+    strides = dict.fromkeys(("map_row", "map_head", "offset_row", "offset_head"), "i32")
+    kinds = dict.fromkeys(("members", "starts", "wanted"), "*i32") | strides
     return Case(
         kernel=f"deltaspan.kernels.hopper.compose:{kernel}",
         arguments={name: kinds.get(name, "*fp32") for name in arguments.split()},
@@ -102,9 +103,13 @@ def _compose(kernel: str, arguments: str, instructions: int, **constants: int) -
         registers=168,
         shared=48 * 1024,
         instructions=instructions,
-        reason="three programs a multiprocessor, so that loads of one pass while another computes",
+        spills=spills,
+        reason="three programs a multiprocessor, so that loads of one pass while another computes"
+        + ("; ptxas after Triton 3.9 lays two addresses by to make room for five" if spills else ""),
     )
 
+
+CHAIN_ARGUMENTS = """maps offsets members starts wanted out_maps out_offsets map_row map_head offset_row offset_head"""
 
 CASES = {
     "prep, 16 key heads x 1": _prep(16, 1, 9 * 1024, 2300),
@@ -116,8 +121,8 @@ CASES = {
     "exit states alone": _forward(16, 3, output=False, exits=True, instructions=2250),
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),
-    "merge": _compose("merge_kernel", "M X b out", 4000, WIDTH=128),
-    "chain": _compose("chain_kernel", "maps offsets steps starts out_maps out_offsets HV", 4000),
+    "merge": _compose("merge_kernel", "M X b out", 1600, WIDTH=128),
+    "chain": _compose("chain_kernel", CHAIN_ARGUMENTS, 2000, spills=2, HV=48, MAPS=True),
 }
 """Of each kernel the variants that differ in what they take."""
 

@@ -5,8 +5,9 @@ The same program runs on a real process group, one rank a process, and on a simu
 """
 
 from deltaspan.exchange.collectives import AllGather, AllToAll, PeerToPeer, Program
+from deltaspan.exchange.compose import Affine
 from deltaspan.exchange.halo import HaloRoute, fetch_rows
-from deltaspan.exchange.joints import Folded, adjoint_maps, fold, spread
+from deltaspan.exchange.joints import Folded, fold, spread
 from deltaspan.exchange.process_group import ProcessGroup
 from deltaspan.exchange.reshard import gather_tokens, scatter_gradient
 from deltaspan.exchange.seams import Hop, Seams
@@ -16,6 +17,7 @@ from deltaspan.exchange.transport import Transport, transport
 
 __all__ = [
     "EXCHANGES",
+    "Affine",
     "AllGather",
     "AllToAll",
     "Folded",
@@ -27,7 +29,6 @@ __all__ = [
     "Seams",
     "SimulatedGroup",
     "Transport",
-    "adjoint_maps",
     "carry_adjoints",
     "carry_states",
     "fetch_rows",

@@ -3,28 +3,19 @@
 from torch import Tensor
 
 from deltaspan.exchange.collectives import AllGather, Program
-from deltaspan.exchange.compose import (
-    Merge,
-    compose_adjoints,
-    compose_states,
-    flat_sizes,
-    join_flat,
-    join_pairs,
-    split_flat,
-    split_pairs,
-)
+from deltaspan.exchange.compose import Affine, flat_sizes, join_flat, join_pairs, split_flat, split_pairs
 from deltaspan.exchange.seams import Seams
 
 
-def carry_states(seams: Seams, merge: Merge, M: Tensor, b: Tensor, about: str) -> Program[tuple[Tensor, Tensor]]:
+def carry_states(seams: Seams, affine: Affine, M: Tensor, b: Tensor, about: str) -> Program[tuple[Tensor, Tensor]]:
     """As `all_to_all.carry_states`; what the adjoint needs are all pairs of the group, [N_out, HV, K (K + V)]."""
     pairs = yield AllGather("summaries", join_pairs(M, b), seams.n_out, about)
-    entry = compose_states(merge, *split_pairs(pairs, b), seams.forward)
+    _, entry = affine.chain(*split_pairs(pairs, b), seams.forward, maps=False)
     return entry.split(seams.n_in)[seams.rank].clone(), pairs  # the whole is not kept
 
 
 def carry_adjoints(
-    seams: Seams, merge: Merge, kept: Tensor | None, M: Tensor | None, d: Tensor, about: str
+    seams: Seams, affine: Affine, kept: Tensor | None, M: Tensor | None, d: Tensor, about: str
 ) -> Program[Tensor]:
     """As `states.carry_adjoints` says."""
     if kept is None:
@@ -35,5 +26,5 @@ def carry_adjoints(
     else:
         offsets = yield AllGather("adjoint_offsets", d, seams.n_in, about)
         maps = split_pairs(kept, d)[0]
-    leaving = compose_adjoints(merge, maps, offsets, seams.backward)
+    _, leaving = affine.chain(maps.mT, offsets, seams.backward, maps=False)
     return leaving.split(seams.n_out)[seams.rank]

@@ -8,33 +8,24 @@ import torch
 from torch import Tensor
 
 from deltaspan.exchange.collectives import AllToAll, Program
-from deltaspan.exchange.compose import (
-    Merge,
-    compose_adjoints,
-    compose_states,
-    flat_sizes,
-    join_flat,
-    join_pairs,
-    split_flat,
-    split_pairs,
-)
+from deltaspan.exchange.compose import Affine, flat_sizes, join_flat, join_pairs, split_flat, split_pairs
 from deltaspan.exchange.seams import Seams
 from deltaspan.plan import head_ranges
 
 
-def carry_states(seams: Seams, merge: Merge, M: Tensor, b: Tensor, about: str) -> Program[tuple[Tensor, Tensor]]:
+def carry_states(seams: Seams, affine: Affine, M: Tensor, b: Tensor, about: str) -> Program[tuple[Tensor, Tensor]]:
     """From this rank's summaries M [n_out, HV, K, K], b [n_out, HV, K, V] to its entry states [n_in, HV, K, V].
 
     Also returns what the adjoint needs, the pairs that this rank received as an owner: [N_out, own heads, K (K + V)].
     about: what else the ranks must have in common, compared over gloo.
     """
     pairs = yield from _to_owners("summaries", seams, seams.n_out, join_pairs(M, b), about)
-    entry = compose_states(merge, *split_pairs(pairs, b), seams.forward)
+    _, entry = affine.chain(*split_pairs(pairs, b), seams.forward, maps=False)
     return (yield from _to_homes("entry_states", seams, seams.n_in, entry, b.shape[1], about)), pairs
 
 
 def carry_adjoints(
-    seams: Seams, merge: Merge, kept: Tensor | None, M: Tensor | None, d: Tensor, about: str
+    seams: Seams, affine: Affine, kept: Tensor | None, M: Tensor | None, d: Tensor, about: str
 ) -> Program[Tensor]:
     """As `states.carry_adjoints` says."""
     if kept is None:
@@ -42,7 +33,7 @@ def carry_adjoints(
     else:
         offsets = yield from _to_owners("adjoint_offsets", seams, seams.n_in, d, about)
         maps = split_pairs(kept, d)[0]
-    leaving = compose_adjoints(merge, maps, offsets, seams.backward)
+    _, leaving = affine.chain(maps.mT, offsets, seams.backward, maps=False)
     return (yield from _to_homes("exit_adjoints", seams, seams.n_out, leaving, d.shape[1], about))
 
 

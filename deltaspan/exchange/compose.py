@@ -1,40 +1,26 @@
-"""Folding affine summaries along every document's chain, in its order; for the adjoint transposed and reversed."""
+"""Affine maps of states, X -> M X + b, between ranks: what a tier does with them, and how they are packed to go out."""
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from deltaspan.exchange.seams import Seams
-
-Merge: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # (M, X, b) -> M X + b
-
-
-def compose_states(merge: Merge, M: Tensor, b: Tensor, links: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Entry states of all fragments that state enters, from the summaries of all that it leaves.
-
-    M [N, heads, K, K], b [N, heads, K, V], counted by out number -> [N, heads, K, V], counted by in number.
-    X = b of the chain's first fragment, then X <- M X + b, each handed to the next fragment.
-    """
-    entry, state = b.new_empty(b.shape), None
-    for out, entered in links:
-        state = b[out] if state is None else merge(M[out], state[: len(out)], b[out])
-        entry[entered] = state
-    return entry
+from deltaspan.plan import Chains
 
 
-def compose_adjoints(merge: Merge, M: Tensor, d: Tensor, links: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Adjoints of the exit states of all fragments that state leaves, from the adjoint offsets of all that it enters.
+class Affine(Protocol):
+    """What a tier does with affine maps; the bits of a result do not depend on what is computed beside it."""
 
-    M [N, heads, K, K] by out number, d [N, heads, K, V] by in number -> [N, heads, K, V] by out number.
-    X = d of the chain's last fragment, then X <- M^T X + d, each handed to the fragment before.
-    """
-    leaving, state = d.new_empty(d.shape), None
-    for out, entered, entered_out in links:
-        state = d[entered] if state is None else merge(M[entered_out].mT, state[: len(out)], d[entered])
-        leaving[out] = state
-    return leaving
+    def merge(self, M: Tensor, X: Tensor, b: Tensor) -> Tensor:
+        """M X + b; M [..., K, K], X and b [..., K, V]."""
+
+    def chain(
+        self, M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Composes maps M [rows, HV, K, K], or a transposed view, and offsets b [rows, HV, K, V] along chains: [places,
+        HV, K, K] where they are wanted, and [places, HV, K, V]. The state after a chain's member is what `merge` makes
+        of the state before it; before the first there is none."""
 
 
 def join_pairs(M: Tensor, b: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from deltaspan.plan import Chains
+
 
 class Hop(NamedTuple):
     """One step of the ring: the fragments here whose neighbour is one link away, and how many rows each peer gets."""
@@ -33,14 +35,14 @@ class Seams:
     n_through: tuple[int, ...]  # by rank, fragments that it enters and leaves
     through: Tensor  # int64, the out numbers of those of all ranks, rank by rank
     own_through: Tensor  # int64, this rank's, counted among its own left fragments
-    forward: tuple[tuple[Tensor, Tensor], ...]  # plan.Links, int64: by step, out numbers and in numbers
-    backward: tuple[tuple[Tensor, Tensor, Tensor], ...]  # the same from the ends, and out numbers of those entered
+    forward: Chains[Tensor]  # of plan.Links
+    backward: Chains[Tensor]
     make_hops: Callable[[], tuple[tuple[Hop, ...], tuple[Hop, ...]]]  # only a ring asks for them
 
     @property
     def none(self) -> bool:
         """True if no state crosses anywhere in the group: then no rank asks for a collective."""
-        return not self.forward
+        return not self.forward.steps
 
     @cached_property
     def hops(self) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:

@@ -4,14 +4,14 @@ from torch import Tensor
 
 from deltaspan.exchange import all_gather, all_to_all, ring
 from deltaspan.exchange.collectives import Program
-from deltaspan.exchange.compose import Merge
+from deltaspan.exchange.compose import Affine
 from deltaspan.exchange.seams import Seams
 
 EXCHANGES = {"all_to_all": all_to_all, "ring": ring, "all_gather": all_gather}
 
 
 def carry_states(
-    exchange: str, seams: Seams, merge: Merge, M: Tensor, b: Tensor, about: str
+    exchange: str, seams: Seams, affine: Affine, M: Tensor, b: Tensor, about: str
 ) -> Program[tuple[Tensor, Tensor]]:
     """From this rank's summaries M [n_out, HV, K, K], b [n_out, HV, K, V] to its entry states [n_in, HV, K, V], and
     what `carry_adjoints` needs of them. If no state crosses in the whole group, no rank asks for a collective.
@@ -20,11 +20,11 @@ def carry_states(
     """
     if seams.none:
         return b, b
-    return (yield from EXCHANGES[exchange].carry_states(seams, merge, M, b, about))
+    return (yield from EXCHANGES[exchange].carry_states(seams, affine, M, b, about))
 
 
 def carry_adjoints(
-    exchange: str, seams: Seams, merge: Merge, kept: Tensor | None, M: Tensor | None, d: Tensor, about: str
+    exchange: str, seams: Seams, affine: Affine, kept: Tensor | None, M: Tensor | None, d: Tensor, about: str
 ) -> Program[Tensor]:
     """From the adjoints d [n_in, HV, K, V] of this rank's entered fragments, taken with no adjoint from beyond their
     ends, to the adjoints [n_out, HV, K, V] of its exit states.
@@ -34,4 +34,4 @@ def carry_adjoints(
     """
     if seams.none:
         return d
-    return (yield from EXCHANGES[exchange].carry_adjoints(seams, merge, kept, M, d, about))
+    return (yield from EXCHANGES[exchange].carry_adjoints(seams, affine, kept, M, d, about))

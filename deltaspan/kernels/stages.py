@@ -26,6 +26,7 @@ are.
     bytes = kept_bytes(chunks, HV=, K=, V=, state_size=)
 
     merge(M, X, b) = M X + b, for states [..., K, V]
+    composed = chain(M, b, chains, maps=)           maps and offsets along plan.Chains, as exchange.Affine says
 
 and those of the convolution, D channels:
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from deltaspan.exchange import Program, adjoint_maps, carry_adjoints, fold, spread
+from deltaspan.exchange import Program, carry_adjoints, fold, spread
 from deltaspan.op.context import Context
 from deltaspan.op.forward import common, enter, entry_states, prepare, raw, scale, stages
 from deltaspan.op.operands import Operands
@@ -61,12 +61,12 @@ def backward_program(
     del tape
     leaving = end_adjoints(cut, x, dfinal_state)
     d = tier.adjoint_summary(adjoint, cut.entered, leaving[cut.entered_slots])
-    folded = fold(tier.merge, cut.backward, adjoint_maps(maps), d)
+    folded = fold(tier, cut.backward, maps.mT, d)
     sent = kept, whole, folded.last_offsets
     del maps, kept, whole, d
-    arrived = yield from carry_adjoints(options.exchange, view.seams, tier.merge, *sent, common(x, options))
+    arrived = yield from carry_adjoints(options.exchange, view.seams, tier, *sent, common(x, options))
     del sent
-    leaving[cut.left_slots] = spread(tier.merge, cut.backward, folded, arrived)
+    leaving[cut.left_slots] = spread(tier, cut.backward, folded, arrived)
     del folded, arrived
     entering, costates = tier.adjoint_walk(adjoint, cut.every, leaving)
     dq, dk, dv, dg, dbeta, *dgate = tier.gradients(adjoint, states, costates)
@@ -80,4 +80,4 @@ def _transfers(tier: Any, cut: Segments, tape: Any, saved: Saved) -> tuple[Tenso
     if saved.kept is not None:
         return saved.maps, None, saved.kept
     M = tier.transfer(tape, cut.left)  # those that nobody needs too: side by side with others bits may depend on them
-    return M[cut.bridges], fold(tier.merge, cut.forward, M, M[..., :0]).last_maps, None
+    return M[cut.bridges], fold(tier, cut.forward, M, None).last_maps, None

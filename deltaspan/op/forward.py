@@ -49,10 +49,10 @@ def enter(
     tier = stages(ctx, x, options)
     entry = start_states(cut, x)
     M, b = tier.summary(tape, cut.left, entry[cut.left_slots])
-    folded = fold(tier.merge, cut.forward, M, b)
+    folded = fold(tier, cut.forward, M, b)
     whole = folded.last_maps, folded.last_offsets
-    arrived, kept = yield from carry_states(options.exchange, view.seams, tier.merge, *whole, common(x, options))
-    entry[cut.entered_slots] = entered = spread(tier.merge, cut.forward, folded, arrived)
+    arrived, kept = yield from carry_states(options.exchange, view.seams, tier, *whole, common(x, options))
+    entry[cut.entered_slots] = entered = spread(tier, cut.forward, folded, arrived)
     return entry, Saved(ctx, view.rank, options, shapes(x), entered, M[cut.bridges], kept)
 
 

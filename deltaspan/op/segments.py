@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from deltaspan.kernels.stages import Runs
-from deltaspan.op.view import RankView, upload
+from deltaspan.op.view import RankView, chains_from, columns_of, upload
 from deltaspan.plan import ChunkGrid, Passage, WalkOrder, chunk_grid, passages, segment_table, walk_order
 
 
@@ -51,7 +51,7 @@ def cut(view: RankView, segments: int) -> Segments:
     }
     grid = chunk_grid(part, view.rank)
     columns = [c for w in walks.values() for c in _run_columns(w, grid)]
-    columns += [c for way in ways for c in (*(c for step in way.steps for c in step), *way[1:])]
+    columns += [c for way in ways for c in (*columns_of(way.chains), *way[2:])]
     tensors = iter(upload(device, [*arrays.values(), *columns]))
     take = tensors.__next__
     return Segments(
@@ -69,4 +69,4 @@ def _run_columns(w: WalkOrder, grid: ChunkGrid) -> tuple[np.ndarray, ...]:
 
 
 def _passage(way: Passage[np.ndarray], take: Callable[[], Tensor]) -> Passage[Tensor]:
-    return Passage(tuple((take(), take(), take()) for _ in way.steps), *(take() for _ in way[1:]))
+    return Passage(chains_from(way.chains, take), way.reached, take(), take(), take())

@@ -1,5 +1,6 @@
 """One rank's tables on its device, uploaded once, shared by every layer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from deltaspan.exchange import HaloRoute, Hop, Seams
 from deltaspan.kernels.stages import Edges, Grid
 from deltaspan.layout import Partition, halo_plan
-from deltaspan.plan import chain_links, chunk_grid, crossings, ring_hops
+from deltaspan.plan import Chains, chain_links, chunk_grid, crossings, ring_hops
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +42,8 @@ class GroupView:
     n_in: tuple[int, ...]
     n_through: tuple[int, ...]
     through: Tensor
-    forward: tuple
-    backward: tuple
+    forward: Chains[Tensor]
+    backward: Chains[Tensor]
     tokens: tuple[int, ...]
     part: Partition
     device: torch.device
@@ -69,16 +70,15 @@ class GroupView:
 def group_view(part: Partition, device: torch.device) -> GroupView:
     links = chain_links(part)
     through = np.flatnonzero(part.crossing_in[part.crossing_out])  # out numbers
-    columns = [through, *(column for step in (*links.forward, *links.backward) for column in step)]
-    next_column = iter(upload(device, columns)).__next__
+    take = iter(upload(device, [through, *columns_of(links.forward), *columns_of(links.backward)])).__next__
     n_out, n_in, n_through = crossings(part)
     return GroupView(
         n_out=tuple(n_out.tolist()),
         n_in=tuple(n_in.tolist()),
         n_through=tuple(n_through.tolist()),
-        through=next_column(),
-        forward=tuple((next_column(), next_column()) for _ in links.forward),
-        backward=tuple((next_column(), next_column(), next_column()) for _ in links.backward),
+        through=take(),
+        forward=chains_from(links.forward, take),
+        backward=chains_from(links.backward, take),
         tokens=tuple(part.tokens(rank) for rank in range(part.world_size)),
         part=part,
         device=device,
@@ -106,7 +106,7 @@ def rank_view(part: Partition, rank: int, group: GroupView, width: int, device: 
     }
     t = dict(zip(arrays, upload(device, list(arrays.values())), strict=True))
     take = t.pop
-    quiet = not group.forward or width == 1
+    quiet = not group.forward.steps or width == 1
     return RankView(
         part=part,
         rank=rank,
@@ -142,6 +142,17 @@ def _hops(part: Partition, rank: int, device: torch.device) -> tuple[tuple[Hop, 
 
 def _route(send_index: Tensor, send_counts: np.ndarray, recv_counts: np.ndarray, none: bool) -> HaloRoute:
     return HaloRoute(send_index, tuple(send_counts.tolist()), tuple(recv_counts.tolist()), none)
+
+
+def columns_of(chains: Chains[np.ndarray]) -> list[np.ndarray]:
+    """Its arrays in the order in which `chains_from` takes them, uploaded."""
+    return [*(column for step in chains.steps for column in step), chains.table, chains.starts, chains.wanted]
+
+
+def chains_from(chains: Chains[np.ndarray], take: Callable[[], Tensor]) -> Chains[Tensor]:
+    """The same on a device: steps as int64 indices, the rest int32."""
+    steps = tuple((take(), take(), take()) for _ in chains.steps)
+    return chains._replace(steps=steps, table=take().int(), starts=take().int(), wanted=take().int())
 
 
 @torch.inference_mode(False)  # tables outlive whatever mode they are made in

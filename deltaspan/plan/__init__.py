@@ -14,10 +14,12 @@ from deltaspan.plan.segments import Passage, SegmentTable, passages, segment_sta
 from deltaspan.plan.sizes import collective_bytes, head_ranges, retained_bytes
 from deltaspan.plan.tables import (
     CHUNK,
+    Chains,
     ChunkGrid,
     Links,
     WalkOrder,
     chain_links,
+    chains_of,
     chunk_grid,
     crossings,
     ring_hops,
@@ -29,6 +31,7 @@ __all__ = [
     "DEFAULT_RULE",
     "MOST_SEGMENTS",
     "RULES",
+    "Chains",
     "ChunkGrid",
     "Links",
     "Passage",
@@ -36,6 +39,7 @@ __all__ = [
     "SegmentTable",
     "WalkOrder",
     "chain_links",
+    "chains_of",
     "check_rule",
     "chunk_grid",
     "collective_bytes",

@@ -5,12 +5,12 @@ another fragment (a seam). The segments that it leaves are counted in their orde
 by entered numbers.
 """
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 import numpy as np
 
 from deltaspan.layout import Partition
-from deltaspan.plan.tables import by_step, chunk_grid
+from deltaspan.plan.tables import Chains, Index, chains_of, chunk_grid
 
 
 class SegmentTable(NamedTuple):
@@ -25,25 +25,19 @@ class SegmentTable(NamedTuple):
     bridges: np.ndarray  # [B], segments of cut fragments that it enters and leaves: their maps carry it both ways
 
 
-Index = TypeVar("Index")  # integers: np.ndarray here, a tensor where they are used
-
-
 class Passage(NamedTuple, Generic[Index]):
     """How states pass a rank's joints in one direction, from the end of a fragment at which they arrive to the other.
 
-    A segment has a map and an offset: far state = map x near state + offset. `steps` goes along all fragments side by
-    side, those with more joints first, so that the fragments of a step are a prefix of the step's before.
+    A segment has a map and an offset: far state = map x near state + offset. The chains go along the segments of every
+    fragment; their places are first the numbers of the segments that are reached, then one for each fragment that hands
+    on to the exchange. There are none where no fragment is cut.
     """
 
-    steps: tuple[tuple[Index, Index, Index], ...]  # by step: rows of maps and of offsets, and the joints reached
-    beyond: Index  # [J], number of each joint's far segment among those that are reached
-    arriving: Index  # [n], numbers of the segments that the exchange reaches
-    through: Index  # [t], joints of the fragments that it reaches
-    source: Index  # [t], which arrival each of them passes on
-    last_map: Index  # [m], rows of the segments from which fragments hand on to the exchange
-    last_offset: Index  # [m]
-    cut: Index  # [c], which of those [m] belong to fragments with a joint
-    last_joint: Index  # [c], the joint before each of them
+    chains: Chains[Index]
+    reached: int  # segments that state reaches
+    arriving: Index  # [n], numbers of those that the exchange reaches
+    through: Index  # [t], numbers of those behind the joints of the fragments that it reaches
+    source: Index  # [t], which arrival each of them has to be told
 
 
 def segment_starts(count: np.ndarray, segments: int) -> np.ndarray:
@@ -73,12 +67,13 @@ def segment_table(part: Partition, rank: int, segments: int) -> SegmentTable:
 
 def passages(part: Partition, rank: int, table: SegmentTable) -> tuple[Passage, Passage]:
     """Forward: maps and offsets are counted by left numbers, and entered segments are reached. Backward: maps by the
-    numbers of bridges (beyond them for a segment that is none), offsets by entered numbers, and left segments are
-    reached.
+    numbers of bridges, offsets by entered numbers, and left segments are reached; a segment beyond which nothing
+    arrives has no map, and its row means nothing.
     """
     own = part.rows(rank)
     fragments = np.arange(own.stop - own.start)
     left, entered, bridge = (_numbers(chosen, table) for chosen in (table.left, table.entered, table.bridges))
+    bridge = np.minimum(bridge, max(len(table.bridges) - 1, 0))
     first, last = (np.searchsorted(table.fragment, fragments, side) for side in ("left", "right"))
     out, come_in = np.flatnonzero(part.crossing_out[own]), np.flatnonzero(part.crossing_in[own])
     of_joint = table.fragment[table.joined]  # the fragment
@@ -86,33 +81,30 @@ def passages(part: Partition, rank: int, table: SegmentTable) -> tuple[Passage, 
     first_joint = np.cumsum(joints) - joints
     position = np.arange(len(of_joint)) - first_joint[of_joint]
 
-    def passage(*, near, far, step, maps, offsets, reached, begin, arriving, end, leaving, end_joint) -> Passage:
+    def passage(*, near, far, step, maps, offsets, reached, begin, arriving, end, leaving, wanted) -> Passage:
         """near, far: the segments at each joint. begin, end: the segments at each fragment's ends, and which fragments
-        are reached there by the exchange and hand on to it."""
+        are reached there by the exchange and hand on to it. wanted: which fragments' composed maps are."""
         arrival = np.full(len(fragments), -1)
         arrival[arriving] = np.arange(len(arriving))
         through = np.flatnonzero(arrival[of_joint] >= 0)
-        cut = np.flatnonzero(joints[leaving])
-        return Passage(
-            steps=by_step(of_joint, step, joints[of_joint], maps[near], offsets[near], np.arange(len(near))),
-            beyond=reached[far],
-            arriving=reached[begin[arriving]],
-            through=through,
-            source=arrival[of_joint[through]],
-            last_map=maps[end[leaving]],
-            last_offset=offsets[end[leaving]],
-            cut=cut,
-            last_joint=end_joint[leaving[cut]],
-        )
+        count = len(near) + len(arriving)
+        ends = leaving if len(near) else leaving[:0]
+        segment = np.append(near, end[ends])
+        chains = chains_of(
+            np.append(of_joint, ends), np.append(step, joints[ends]), maps[segment], offsets[segment],
+            np.append(reached[far], count + np.arange(len(ends))), wanted=np.isin(fragments, wanted),
+            places=count + len(ends),
+        )  # fmt: skip
+        return Passage(chains, count, reached[begin[arriving]], reached[far[through]], arrival[of_joint[through]])
 
     before, after = table.joined, table.joined + 1
     forward = passage(
         near=before, far=after, step=position, maps=left, offsets=left, reached=entered,
-        begin=first, arriving=come_in, end=last - 1, leaving=out, end_joint=first_joint + joints - 1,
+        begin=first, arriving=come_in, end=last - 1, leaving=out, wanted=np.append(come_in, out),
     )  # fmt: skip
     backward = passage(
         near=after, far=before, step=joints[of_joint] - 1 - position, maps=bridge, offsets=entered, reached=left,
-        begin=last - 1, arriving=out, end=first, leaving=come_in, end_joint=first_joint,
+        begin=last - 1, arriving=out, end=first, leaving=come_in, wanted=out,
     )  # fmt: skip
     return forward, backward
 

@@ -5,7 +5,7 @@ rank by rank in local order, once for those that are left (out numbers) and once
 numbers).
 """
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,16 +32,34 @@ class WalkOrder(NamedTuple):
     active: tuple[int, ...]  # by step, how many runs still have a chunk
 
 
-class Links(NamedTuple):
-    """The seams that state crosses, step by step along every document's chain of fragments.
+Index = TypeVar("Index")  # integers: np.ndarray here, a tensor where they are used
 
-    Step s of `forward` holds link s of every chain that has one, as (out numbers, in numbers); step s of `backward`
-    holds link s from the chain's end, as (out numbers, in numbers, out numbers of the fragments entered there).
-    The chains with more links come first, so that the chains of a step are a prefix of the step's before.
+
+class Chains(NamedTuple, Generic[Index]):
+    """Affine maps to be composed one after another, along chains side by side, those with more members first.
+
+    A member is a row of maps, a row of offsets, and the place for what is composed up to it, that one included. It
+    stands twice: step by step, so that the chains of a step are a prefix of the step's before, and chain by chain.
     """
 
-    forward: tuple[tuple[np.ndarray, np.ndarray], ...]
-    backward: tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]
+    steps: tuple[tuple[Index, Index, Index], ...]  # by step: map rows, offset rows, places
+    table: Index  # [n, 3], the same chain by chain
+    starts: Index  # [chains + 1], each chain's first member
+    wanted: Index  # [chains], 1 where composed maps are wanted beside composed offsets
+    maps: bool  # whether any are
+    places: int  # how many there are; some may be for others to fill
+
+
+class Links(NamedTuple):
+    """The seams that state crosses, along every document's chain of fragments.
+
+    forward: maps and offsets by out number, of the fragments that are left, and places by in number, of those entered.
+    backward, from a chain's end: maps by out number, of the fragments entered; offsets by in number, of the same; and
+    places by out number, of those left. What nothing enters from beyond has no map: there the row means nothing.
+    """
+
+    forward: Chains[np.ndarray]
+    backward: Chains[np.ndarray]
 
 
 def chunk_grid(part: Partition, rank: int) -> ChunkGrid:
@@ -87,23 +105,45 @@ def chain_links(part: Partition) -> Links:
     chain = np.repeat(np.arange(part.num_documents), np.diff(chains.first))[linked]
     links = np.bincount(chain, minlength=part.num_documents)
     position = np.arange(len(rows)) - np.repeat(np.cumsum(links) - links, links)
-    total = links[chain]
     successor = table.next[rows]
     out, entered = out_number[rows], in_number[successor]
 
     return Links(
-        forward=by_step(chain, position, total, out, entered),
-        backward=by_step(chain, total - 1 - position, total, out, entered, out_number[successor]),
+        forward=chains_of(chain, position, out, out, entered),
+        backward=chains_of(chain, links[chain] - 1 - position, out_number[successor], entered, out),
     )
 
 
-def by_step(chain: np.ndarray, step: np.ndarray, total: np.ndarray, *columns: np.ndarray) -> tuple:
-    """The columns of links, step by step, within a step by falling `total` links of the chain."""
-    if not len(step):
-        return ()
-    order = np.lexsort((chain, -total, step))
+def chains_of(
+    chain: np.ndarray,
+    step: np.ndarray,
+    maps: np.ndarray,
+    offsets: np.ndarray,
+    place: np.ndarray,
+    *,
+    wanted: np.ndarray | None = None,
+    places: int | None = None,
+) -> Chains[np.ndarray]:
+    """Chains from their members [n], in any order: whose each is, its step there, and the member.
+
+    wanted: by number of a chain, whether its composed maps are; places: how many, if more than members.
+    """
+    members = np.bincount(chain)
+    side_by_side = np.lexsort((chain, -members[chain], step))
+    one_by_one = np.lexsort((step, chain, -members[chain]))
+    columns = np.stack([maps, offsets, place], axis=1)
     cuts = np.cumsum(np.bincount(step))[:-1]
-    return tuple(zip(*(np.split(column[order], cuts) for column in columns), strict=True))
+    steps = [tuple(np.ascontiguousarray(rows.T)) for rows in np.split(columns[side_by_side], cuts)] if len(step) else []
+    heads = chain[one_by_one][step[one_by_one] == 0]  # the chains, in their order
+    flags = np.zeros(len(heads), dtype=np.int64) if wanted is None else wanted[heads].astype(np.int64)
+    return Chains(
+        steps=tuple(steps),
+        table=columns[one_by_one],
+        starts=np.append(0, np.cumsum(members[heads])),
+        wanted=flags,
+        maps=bool(flags.any()),
+        places=len(place) if places is None else places,
+    )
 
 
 class RingHop(NamedTuple):
@@ -138,8 +178,9 @@ def ring_hops(part: Partition, rank: int) -> tuple[list[RingHop], list[RingHop]]
             tuple(np.bincount(sender[arriving], minlength=part.world_size).tolist()),
         )
 
-    reached = [links.forward[0][1], *(entered for _, entered in links.forward)] if links.forward else []
+    forward, backward = links.forward.steps, links.backward.steps
+    reached = [step[2] for step in (*forward[:1], *forward)]
     return (
-        [hop((out, n_out), (reached[s][: len(out)], n_in), (i, n_in)) for s, (out, i) in enumerate(links.forward)],
-        [hop((i, n_in), (entered_out, n_out), (out, n_out)) for out, i, entered_out in links.backward],
+        [hop((out, n_out), (reached[s][: len(out)], n_in), (i, n_in)) for s, (out, _, i) in enumerate(forward)],
+        [hop((i, n_in), (entered_out, n_out), (out, n_out)) for entered_out, i, out in backward],
     )

@@ -5,6 +5,7 @@ Programs of ranks are generators, and so are the wrong ones: every rank still ta
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from deltaspan.plan import CHUNK, ChunkGrid, Links
 
 ILL_RANK = 1
 """The rank of those faults that one rank has by itself."""
+
+UNMERGED = SimpleNamespace(merge=lambda M, X, b: b)
+"""In a tier's place: what passes a map is lost."""
 
 Fault = Callable[[Any], Any]
 
@@ -139,9 +143,9 @@ def first_fragment_first(chain_links: Callable) -> Callable:
 
     def wrong(part: ds.Partition) -> Links:
         links = chain_links(part)
-        behind = {int(out): after for step in links.backward for out, after in zip(step[0], step[2], strict=True)}
-        backward = ((out, entered, np.array([behind[int(i)] for i in out])) for out, entered in links.forward)
-        return links._replace(backward=tuple(backward))
+        behind = {int(out): row for rows, _, outs in links.backward.steps for out, row in zip(outs, rows, strict=True)}
+        steps = ((np.array([behind[int(i)] for i in out]), entered, out) for out, _, entered in links.forward.steps)
+        return links._replace(backward=links.backward._replace(steps=tuple(steps)))
 
     return wrong
 
@@ -183,7 +187,7 @@ def rounded_summaries(summary: Callable) -> Callable:
 
 def unmerged_hops(carry_states: Callable) -> Callable:
     """For `ring.carry_states`: a fragment passes on its own state without the one that reached it."""
-    return lambda seams, merge, M, b, about: carry_states(seams, lambda M, X, b: b, M, b, about)
+    return lambda seams, affine, *args: carry_states(seams, UNMERGED, *args)
 
 
 def masked_by_zero(to_tokens: Callable) -> Callable:
@@ -208,15 +212,19 @@ def unheard_final_gradients(backward_program: Callable) -> Callable:
 
 def nothing_through(spread: Callable) -> Callable:
     """For `spread`: what the exchange brings to a fragment stays in the segment that it reaches."""
-    return lambda merge, *args: spread(lambda M, X, b: b, *args)
+    return lambda affine, *args: spread(UNMERGED, *args)
 
 
 def unfolded_maps(fold: Callable) -> Callable:
     """For `fold`: the map of a whole fragment is that of its last segment."""
 
-    def wrong(merge: Callable, way: Any, maps: Tensor, offsets: Tensor) -> Any:
-        folded = fold(merge, way, maps, offsets)
-        return folded._replace(last_maps=maps[way.last_map]) if way.steps else folded
+    def wrong(affine: Any, way: Any, maps: Tensor, offsets: Tensor | None) -> Any:
+        folded = fold(affine, way, maps, offsets)
+        if not way.chains.steps:
+            return folded
+        rows = torch.cat([torch.stack(step, 1) for step in way.chains.steps])
+        rows = rows[rows[:, 2].sort().indices][-len(folded.last_maps) :] if len(folded.last_maps) else rows[:0]
+        return folded._replace(last_maps=maps[rows[:, 0]])
 
     return wrong
 
@@ -226,9 +234,9 @@ def steps_from_the_end(passages: Callable) -> Callable:
 
     def wrong(*args: Any) -> tuple:
         forward, backward = passages(*args)
-        steps = list(forward.steps)
+        steps = list(forward.chains.steps)
         if len(steps) > 1 and len(steps[0][0]) == len(steps[-1][0]):
             steps[0], steps[-1] = (*steps[-1][:2], steps[0][2]), (*steps[0][:2], steps[-1][2])
-        return forward._replace(steps=tuple(steps)), backward
+        return forward._replace(chains=forward.chains._replace(steps=tuple(steps))), backward
 
     return wrong

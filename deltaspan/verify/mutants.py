@@ -67,7 +67,7 @@ MUTANTS = (
     ),
     Mutant(
         "transpose M", "States pass a fragment by the transpose of its map, and adjoints by the map.",
-        (FORWARD, GRADIENTS), "deltaspan.kernels.torch:merge", faults.transposed_maps,
+        (FORWARD, GRADIENTS), "deltaspan.kernels.torch.walk:merge", faults.transposed_maps,
     ),
     Mutant(
         "skip a document reset", "State flows from a document into the next one.",

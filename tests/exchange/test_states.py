@@ -19,9 +19,9 @@ from deltaspan.exchange import (
     carry_states,
     fetch_rows,
 )
-from deltaspan.exchange.compose import compose_adjoints, compose_states
+from deltaspan.kernels import torch as affine
 from deltaspan.layout import Partition, halo_plan
-from deltaspan.plan import chain_links, crossings, ring_hops
+from deltaspan.plan import Chains, chain_links, crossings, ring_hops
 from tests.helpers import same_bits
 
 LENGTHS = [40, 1, 0, 25, 3, 60]
@@ -42,17 +42,18 @@ def part(request: pytest.FixtureRequest, rng: torch.Generator) -> Partition:
     return ds.partition(cu_seqlens, 3, fragments=table)
 
 
-def merge(M: Tensor, X: Tensor, b: Tensor) -> Tensor:
-    return M @ X + b
-
-
 def normal(rng: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=rng, dtype=torch.float64)
 
 
-def links(part: Partition) -> tuple[tuple, tuple]:
-    both = chain_links(part)
-    return tuple(tuple(tuple(map(torch.from_numpy, step)) for step in way) for way in (both.forward, both.backward))
+def links(part: Partition) -> tuple[Chains, Chains]:
+    return tuple(
+        way._replace(steps=tuple(tuple(map(torch.from_numpy, step)) for step in way.steps)) for way in chain_links(part)
+    )
+
+
+def composed(M: Tensor, b: Tensor, chains: Chains) -> Tensor:
+    return affine.chain(M, b, chains, maps=False)[1]
 
 
 def along_documents(part: Partition, M: Tensor, b: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,20 +85,20 @@ def test_composition(rng: torch.Generator, part: Partition) -> None:
     forward, backward = links(part)
     entry, leaving = along_documents(part, M, b, d)
     close = {"rtol": 0, "atol": 1e-12}  # at most eight products of terms around 1
-    torch.testing.assert_close(compose_states(merge, M, b, forward), entry, **close)
-    torch.testing.assert_close(compose_adjoints(merge, M, d, backward), leaving, **close)
+    torch.testing.assert_close(composed(M, b, forward), entry, **close)
+    torch.testing.assert_close(composed(M.mT, d, backward), leaving, **close)
 
 
 def test_composition_keeps_documents_apart(rng: torch.Generator, part: Partition) -> None:
     M, b, d = drawn(rng, part, 1)
     forward, backward = links(part)
-    clean = compose_states(merge, M, b, forward), compose_adjoints(merge, M, d, backward)
+    clean = composed(M, b, forward), composed(M.mT, d, backward)
     out_doc, in_doc = part.table.doc[part.crossing_out], part.table.doc[part.crossing_in]
     for doc in set(out_doc.tolist()):
         of_out, of_in = (torch.from_numpy(x == doc) for x in (out_doc, in_doc))
         ill_M, ill_b, ill_d = M.clone(), b.clone(), d.clone()
         ill_M[of_out], ill_b[of_out], ill_d[of_in] = torch.nan, torch.inf, torch.nan
-        ill = compose_states(merge, ill_M, ill_b, forward), compose_adjoints(merge, ill_M, ill_d, backward)
+        ill = composed(ill_M, ill_b, forward), composed(ill_M.mT, ill_d, backward)
         assert same_bits(ill[0][~of_in], clean[0][~of_in]) and not ill[0][of_in].isfinite().any()
         assert same_bits(ill[1][~of_out], clean[1][~of_out]) and not ill[1][of_out].isfinite().any()
 
@@ -129,19 +130,19 @@ def test_states_and_adjoints_come_home(
 
     def program(rank: int, *share: Tensor) -> Program[tuple[Tensor, Tensor]]:
         mine, (M, b, d) = seams(part, rank), share
-        entry, kept = yield from carry_states(exchange, mine, merge, M, b, "")
+        entry, kept = yield from carry_states(exchange, mine, affine, M, b, "")
         known = torch.full_like(M, torch.nan)
         known[mine.own_through] = M[mine.own_through]
         both = (kept, None) if keep else (None, known)
-        return entry, (yield from carry_adjoints(exchange, mine, merge, *both, d, ""))
+        return entry, (yield from carry_adjoints(exchange, mine, affine, *both, d, ""))
 
     n_out, n_in = (n.tolist() for n in crossings(part)[:2])
     shares = zip(M.split(n_out), b.split(n_out), d.split(n_in), strict=True)
     done = SimulatedGroup(3).run([program(rank, *share) for rank, share in enumerate(shares)])
     entry, leaving = (torch.cat(x) for x in zip(*done, strict=True))
     # as if each head were composed by itself: who composes it, and where, changes no bit
-    assert same_bits(entry, compose_states(merge, M, b, forward))
-    assert same_bits(leaving, compose_adjoints(merge, M, d, backward))
+    assert same_bits(entry, composed(M, b, forward))
+    assert same_bits(leaving, composed(M.mT, d, backward))
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -149,8 +150,8 @@ def test_nobody_asks_where_nothing_crosses(rng: torch.Generator, exchange: str) 
     part = ds.partition([0, 4, 9], 2, fragments=[[(0, 0, 4)], [(1, 0, 5)]])
     M, b, d = drawn(rng, part, 2)
     for programs in (
-        carry_states(exchange, seams(part, 0), merge, M, b, ""),
-        carry_adjoints(exchange, seams(part, 0), merge, M, None, d, ""),
+        carry_states(exchange, seams(part, 0), affine, M, b, ""),
+        carry_adjoints(exchange, seams(part, 0), affine, M, None, d, ""),
     ):
         with pytest.raises(StopIteration):
             next(programs)

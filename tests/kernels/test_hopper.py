@@ -2,13 +2,14 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 import deltaspan as ds
-from deltaspan.plan import chunk_grid, segment_table
+from deltaspan.plan import chains_of, chunk_grid, segment_table
 from deltaspan.reference import chunked_gated_delta_rule
 from tests.emulator import DeviceFault, load, path_of, seeded
 
@@ -242,28 +243,40 @@ def test_merge(rng: torch.Generator, machine: Machine) -> None:
         assert torch.equal(beside[..., :128], found)
 
 
+CHAINS = chains_of(  # of three members, of one, and of two; places 1 and 5 are for others to fill
+    *(np.array(x) for x in ([0, 2, 0, 7, 0, 2], [0, 0, 1, 0, 2, 1], [4, 1, 2, 0, 1, 3], [0, 3, 3, 2, 1, 0],
+                            [0, 6, 4, 2, 3, 7])),
+    wanted=np.array([1, 0, 0, 0, 0, 0, 0, 1]), places=8,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("transposed", [False, True])
-def test_chains(rng: torch.Generator, machine: Machine, transposed: bool) -> None:
-    """Two chains, of three members and of one; the same as merging step by step."""
-    maps, offsets = (torch.randn(5, 2, 128, 128, generator=rng) / n for n in (11, 1))
-    steps = torch.tensor([[4, 0, 1], [2, 3, 0], [1, 1, 3], [0, 2, 2]], dtype=torch.int32)
-    starts = torch.tensor([0, 3, 4], dtype=torch.int32)
-    device = machine.device
-    found_maps, found_offsets = machine.module("compose").compose(
-        *(t.to(device) for t in (maps, offsets, steps, starts)), 4, transposed=transposed
+@pytest.mark.parametrize("given", ["both", "maps", "offsets"])
+@pytest.mark.parametrize("HV", [1, 2])
+def test_chains(rng: torch.Generator, machine: Machine, transposed: bool, given: str, HV: int) -> None:
+    """The bits of merging member by member; of maps and offsets that lie between others."""
+    maps, offsets = (
+        torch.randn(5, HV, 128 * 200, generator=rng)[..., : 128 * 128].unflatten(-1, (128, 128)) / n for n in (11, 1)
     )
-    M = maps.double().mT if transposed else maps.double()
-    expected = {}
-    for chain in ([0, 1, 2], [3]):
-        a, b = None, None
-        for i in chain:
-            row, offset, place = steps[i].tolist()
-            a, b = (
-                (M[row], offsets[offset].double()) if a is None else (M[row] @ a, M[row] @ b + offsets[offset].double())
-            )
-            expected[place] = a, b
-    for place, (a, b) in expected.items():
-        assert relative(found_maps[place], a) < 1e-6 and relative(found_offsets[place], b) < 1e-6
+    device = machine.device
+    arrays = {name: torch.from_numpy(getattr(CHAINS, name)).int().to(device) for name in ("table", "starts", "wanted")}
+    steps = tuple(tuple(torch.from_numpy(x).to(device) for x in step) for step in CHAINS.steps)
+    chains = CHAINS._replace(steps=steps, **arrays)
+    M, b = maps.to(device), None if given == "maps" else offsets.to(device)
+    M = M.mT if transposed else M
+    compose = machine.module("compose")
+    found_maps, found_offsets = compose.chain(M, b, chains, maps=given != "offsets")
+    assert (found_maps is None, found_offsets is None) == (given == "offsets", given == "maps")
+    starts = [*CHAINS.starts.tolist()]
+    for chain, wanted in enumerate(CHAINS.wanted.tolist()):
+        state = passed = None
+        for row, offset, place in CHAINS.table[starts[chain] : starts[chain + 1]].tolist():
+            if found_offsets is not None:
+                state = b[offset] if state is None else compose.merge(M[row], state, b[offset])
+                assert torch.equal(found_offsets[place], state)
+            if found_maps is not None and wanted:
+                passed = M[row] if passed is None else compose.merge(M[row], passed, torch.zeros_like(passed))
+                assert torch.equal(found_maps[place], passed)
 
 
 ARRIVE = "        barrier()\n        mbarrier.arrive(ready.index(b), count=1)\n"

@@ -79,16 +79,19 @@ def test_links_are_the_seams_of_every_chain_in_both_orders(part):
     chains = [[(left, right) for _, left, right in sorted(links)] for links in chains.values()]
 
     links = chain_links(part)
-    for step, (o, i) in enumerate(links.forward):
+    forward, backward = links.forward.steps, [(o, i, e) for e, i, o in links.backward.steps]
+    assert all((a == b).all() for a, b, _ in forward)
+    forward = [(o, i) for o, _, i in forward]
+    for step, (o, i) in enumerate(forward):
         found = {(out[a], entered[b]) for a, b in zip(o, i, strict=True)}
         assert found == {chain[step] for chain in chains if len(chain) > step}
-    for step, (o, i, _) in enumerate(links.backward):
+    for step, (o, i, _) in enumerate(backward):
         found = {(out[a], entered[b]) for a, b in zip(o, i, strict=True)}
         assert found == {chain[-1 - step] for chain in chains if len(chain) > step}
-    assert len(links.forward) == len(links.backward) == max(map(len, chains), default=0)
+    assert len(forward) == len(backward) == max(map(len, chains), default=0)
     # the chains of a step are a prefix of the step's before, each link following its own chain's
-    for (_, i0), (o1, _) in itertools.pairwise(links.forward):
+    for (_, i0), (o1, _) in itertools.pairwise(forward):
         assert [entered[b] for b in i0[: len(o1)]] == [out[a] for a in o1]
-    for (o0, _, _), (o1, i1, e1) in itertools.pairwise(links.backward):
+    for (o0, _, _), (o1, i1, e1) in itertools.pairwise(backward):
         assert [out[a] for a in o0[: len(o1)]] == [entered[b] for b in i1]
         assert [out[a] for a in e1] == [entered[b] for b in i1]

@@ -37,7 +37,7 @@ def raising(merge: Callable) -> Callable:
 
 
 def mutant(fault: Callable) -> Mutant:
-    return Mutant("odd", "Nothing.", ("forward", "gradients"), "deltaspan.kernels.torch:merge", fault)
+    return Mutant("odd", "Nothing.", ("forward", "gradients"), "deltaspan.kernels.torch.walk:merge", fault)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_survivor_is_a_failure(fault: Callable, one_small_case: None, monkeypa
 
 
 def test_half_caught_is_not_caught(one_small_case: None) -> None:
-    half = Mutant("half", "Maps.", ("forward", "convolution"), "deltaspan.kernels.torch:merge", transposed)
+    half = Mutant("half", "Maps.", ("forward", "convolution"), "deltaspan.kernels.torch.walk:merge", transposed)
     (row,) = (row for row in run_mutants(device="cpu", seed=4, mutants=[half]).rows if row.name == MUTANT)
     assert not row.ok
     assert "tensor " in row.figures["forward"] and row.figures["convolution"] == "not noticed"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.gluon import COMPILED_WITH, tl, triton
+from deltaspan.plan import Chains
 
 DIM = tl.constexpr(128)
 PART = tl.constexpr(32)  # of K at a time: a product of 128 would be unrolled whole, into more than registers hold
@@ -37,39 +38,45 @@ def merge_kernel(M, X, b, out, WIDTH: tl.constexpr, PITCH: tl.constexpr, NEXT: t
 
 
 @triton.jit
-def chain_kernel(maps, offsets, steps, starts, out_maps, out_offsets, HV, PITCH: tl.constexpr, NEXT: tl.constexpr):
+def chain_kernel(
+    maps, offsets, members, starts, wanted, out_maps, out_offsets, map_row, map_head, offset_row, offset_head,
+    HV: tl.constexpr, PITCH: tl.constexpr, NEXT: tl.constexpr, MAPS: tl.constexpr,
+):  # fmt: skip
     """The map and the offset of every head of a chain: (M, b) of its first member, then (M_i M, M_i b + b_i).
 
-    maps [rows, HV, 128, 128], offsets [rows, HV, 128, 128]; steps [n, 3] int32: a member's rows in both, and where what
-    is composed up to it goes in out_maps and out_offsets; starts [chains + 1] int32, each chain's first step. Programs:
-    chains and heads, then columns of maps and of offsets.
+    maps, offsets [rows, HV, 128, 128], rows and heads so many numbers apart; members [n, 3] int32: rows of both, and
+    the place in out_maps and out_offsets of what is composed up to the member; starts [chains + 1] int32, each chain's
+    first; wanted [chains] int32, whether its maps are. Programs: chains and heads, then columns, with MAPS first those
+    of maps.
     """
     chain = tl.program_id(0) // HV
-    head = (tl.program_id(0) % HV).to(tl.int64) * (DIM * DIM)
-    size = HV.to(tl.int64) * (DIM * DIM)
-    of_map = tl.program_id(1) < DIM // COLUMNS
-    column = (tl.program_id(1) % (DIM // COLUMNS)) * COLUMNS
+    head = tl.program_id(0) % HV
+    of_map = MAPS and tl.program_id(1) < DIM // COLUMNS
     rows = tl.arange(0, DIM)
-    columns = column + tl.arange(0, COLUMNS)
-    at = head + rows[:, None] * DIM + columns[None, :]
+    column = (tl.program_id(1) % (DIM // COLUMNS)) * COLUMNS
+    columns = tl.arange(0, COLUMNS)
+    maps += head * map_head
+    offsets += head * offset_head + column
     out = out_offsets
-    if of_map:
-        out = out_maps
     begin = tl.load(starts + chain)
     end = tl.load(starts + chain + 1)
+    if of_map:
+        out = out_maps
+        end = tl.where(tl.load(wanted + chain) != 0, end, begin)
+    out += head * (DIM * DIM) + column
     before = out
     for i in range(begin, end):
-        row = tl.load(steps + 3 * i).to(tl.int64) * size
-        offset = tl.load(steps + 3 * i + 1).to(tl.int64) * size
-        to = out + tl.load(steps + 3 * i + 2).to(tl.int64) * size
+        row = tl.load(members + 3 * i).to(tl.int64) * map_row
+        offset = tl.load(members + 3 * i + 1).to(tl.int64) * offset_row
+        to = out + tl.load(members + 3 * i + 2).to(tl.int64) * (HV * DIM * DIM)
         x = tl.zeros([DIM, COLUMNS], tl.float32)
         if not of_map:
-            x = tl.load(offsets + offset + at)
+            x = tl.load(offsets + offset + rows[:, None] * DIM + columns[None, :])
         if i > begin:
-            x = step(maps + row + head, before + head + column, x, DIM, PITCH, NEXT)
+            x = step(maps + row, before, x, DIM, PITCH, NEXT)
         elif of_map:
-            x = tl.load(maps + row + head + rows[:, None] * PITCH + columns[None, :] * NEXT)
-        tl.store(to + at, x)
+            x = tl.load(maps + row + rows[:, None] * PITCH + (column + columns)[None, :] * NEXT)
+        tl.store(to + rows[:, None] * DIM + columns[None, :], x)
         tl.debug_barrier()  # the next step reads it
         before = to
 
@@ -85,17 +92,24 @@ def merge(M: Tensor, X: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def compose(
-    maps: Tensor, offsets: Tensor, steps: Tensor, starts: Tensor, places: int, *, transposed: bool
-) -> tuple[Tensor, Tensor]:
-    """Launches the chain kernel; maps, offsets [rows, HV, 128, 128] fp32, with `transposed` M^T stands for M. Returns
-    maps and offsets [places, HV, 128, 128] of what is composed up to each member."""
-    HV = maps.shape[1]
-    out = maps.new_empty(places, *maps.shape[1:]), offsets.new_empty(places, *offsets.shape[1:])
-    if len(starts) > 1:
-        grid = ((len(starts) - 1) * HV, 2 * 128 // 32)
-        chain_kernel[grid](maps, offsets, steps, starts, *out, HV, **_pitch(transposed), num_warps=4, **COMPILED_WITH)
-    return out
+def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Launches the chain kernel; M [rows, HV, 128, 128] fp32 or a transposed view of such, b [rows, HV, 128, 128] fp32,
+    rows and heads any distance apart. Returns maps, with `maps`, and offsets, if any are given, [places, HV, 128, 128]
+    of what is composed up to each member; where nobody wants a map, or a place is no member's, it is left as it was."""
+    HV = M.shape[1]
+    transposed = M.stride(-1) != 1
+    out_maps = M.new_empty(chains.places, HV, 128, 128) if maps else None
+    out_offsets = M.new_empty(chains.places, HV, 128, 128) if b is not None else None
+    columns = (maps + (b is not None)) * (128 // 32)
+    if len(chains.wanted) and HV and columns:
+        M = M.mT if transposed else M
+        like = M if b is None else b
+        assert M.stride()[2:] == like.stride()[2:] == (128, 1)
+        chain_kernel[(len(chains.wanted) * HV, columns)](
+            M, like, chains.table, chains.starts, chains.wanted, out_maps, out_offsets, *M.stride()[:2],
+            *like.stride()[:2], HV=HV, MAPS=maps, **_pitch(transposed), num_warps=4, **COMPILED_WITH,
+        )  # fmt: skip
+    return out_maps, out_offsets
 
 
 def _pitch(transposed: bool) -> dict[str, int]:

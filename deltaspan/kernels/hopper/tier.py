@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltaspan.kernels.hopper.compose import merge
+from deltaspan.kernels.hopper.compose import chain, merge
 from deltaspan.kernels.hopper.forward import forward
 from deltaspan.kernels.hopper.prep import Prepared
 from deltaspan.kernels.hopper.prep import prep as prepared
@@ -13,7 +13,7 @@ from deltaspan.kernels.hopper.transfer import transfer as transferred
 from deltaspan.kernels.stages import READY, Grid, Raw, Runs
 from deltaspan.kernels.torch.inputs import ready
 
-__all__ = ["KEPT_TENSORS", "Tape", "keep", "kept_bytes", "merge", "prep", "summary", "transfer", "walk"]
+__all__ = ["KEPT_TENSORS", "Tape", "chain", "keep", "kept_bytes", "merge", "prep", "summary", "transfer", "walk"]
 
 KEPT_TENSORS = 0
 

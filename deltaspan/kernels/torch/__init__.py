@@ -9,7 +9,7 @@ from deltaspan.kernels.torch.conv import activate, activation_gradient, conv_gra
 from deltaspan.kernels.torch.gradients import gradients
 from deltaspan.kernels.torch.prep import prep
 from deltaspan.kernels.torch.tapes import KEPT_TENSORS, keep, kept_bytes, restore
-from deltaspan.kernels.torch.walk import merge, summary, transfer, walk
+from deltaspan.kernels.torch.walk import chain, merge, summary, transfer, walk
 
 __all__ = [
     "KEPT_TENSORS",
@@ -18,6 +18,7 @@ __all__ = [
     "adjoint_prep",
     "adjoint_summary",
     "adjoint_walk",
+    "chain",
     "conv_gradients",
     "gradients",
     "keep",

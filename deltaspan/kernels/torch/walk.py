@@ -4,10 +4,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from deltaspan.kernels.stages import Runs
 from deltaspan.kernels.torch.chunks import full_precision, to_tokens
 from deltaspan.kernels.torch.prep import Tape
+from deltaspan.plan import Chains
 
 
 class States(NamedTuple):
@@ -26,6 +28,24 @@ def merge(M: Tensor, X: Tensor, b: Tensor) -> Tensor:
     for k in range(M.shape[-1]):
         b = b + M[..., :, k, None] * X[..., None, k, :]
     return b
+
+
+def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Composes maps M [rows, HV, K, K] and offsets b [rows, HV, K, V] along chains, by `merge`: [places, HV, K, K] and
+    [places, HV, K, V]. With `maps`, those of all chains, wanted or not."""
+    offsets = M[..., :0] if b is None else b
+    K = M.shape[-1] if maps else 0
+    alone = pad(offsets, (K, 0))  # next to a map of nothing: [0 | b]
+    passed = alone.new_empty(chains.places, *alone.shape[1:])
+    state = None
+    for row, offset, place in chains.steps:
+        if state is None:
+            state = torch.cat([M[row], offsets[offset]], -1) if maps else offsets[offset]
+        else:
+            state = merge(M[row], state[: len(row)], alone[offset])
+        passed[place] = state
+    composed = passed[..., :K].contiguous() if maps else None
+    return composed, None if b is None else passed[..., K:].contiguous()
 
 
 @full_precision()
