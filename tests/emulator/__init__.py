@@ -3,7 +3,8 @@
 It runs a kernel's own source. It proves indices, dataflow, roundings and the protocol of barriers, not timing.
 
     prep = load("deltaspan.kernels.hopper.prep")                            its own functions launch kernels, too
-    launch(prep.prep_kernel, (8,), k, g, ..., seed=3, H=2, GROUP=3)         descriptors: TensorDescriptor(x, [64, 128])
+    launch(prep.prep_kernel, (8,), k, g, ..., seed=3, H=2, GROUP=3)
+    TensorDescriptor.from_tensor(x, [64, 128])                              for kernels that take descriptors
 
 What it holds a kernel to
     partitions    one thread each, only one at a time, taking turns at random by the seed; a deadlock is reported with

@@ -10,7 +10,7 @@ from tests.emulator import DeviceFault, Kernel, launch, load, path_of, seeded
 
 HEAD = """
 import math
-from deltaspan.kernels.hopper.gluon import COMPILED_WITH, barrier, exp2, gl, gluon, tiles
+from deltaspan.kernels.hopper.gluon import COMPILED_WITH, barrier, exp2, gl, gluon, launch, tiles
 SIZE = gl.constexpr(8)
 """
 
@@ -33,15 +33,16 @@ def double(x, y, n, SCALE: gl.constexpr):
     at = gl.program_id(0) * SIZE + gl.arange(0, SIZE)
     gl.store(y + at, gl.load(x + at, mask=at < n, other=0.0) * SCALE, mask=at < n)
 
-def run(x, y):
+def run(x, y, z):
     assert [i for i in range(3)] == [0, 1, 2] and math.pi > 3
     double[(len(x) // 8 + 1,)](x, y, len(x), SCALE=2, num_warps=4, **COMPILED_WITH)
-    tiles(x.view(1, -1), 1, 8)
+    launch(double, (len(x) // 8 + 1,), y, z, len(x), SCALE=3, num_warps=4)
+    tiles(x, 20, 1, 8)
 """)
-    x, y = torch.arange(20.0), torch.full((20,), float("nan"))
+    x, y, z = torch.arange(20.0), torch.full((20,), float("nan")), torch.full((20,), float("nan"))
     with seeded(3):
-        made.run(x, y)
-    assert torch.equal(y, x * 2)
+        made.run(x, y, z)
+    assert torch.equal(y, x * 2) and torch.equal(z, x * 6)
 
 
 def test_what_a_loop_carries_has_a_width() -> None:

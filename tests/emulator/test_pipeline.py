@@ -32,7 +32,8 @@ def emulated(source: str, k: Tensor, v: Tensor, seed: int) -> tuple[Tensor, Tens
     o = torch.full((TOKENS, 64), float("nan"), dtype=torch.bfloat16)
     states = torch.full((len(SEGMENTS), 64, 128), float("nan"))
     rows = torch.tensor([[*s, FIRST_SLOT + i] for i, s in enumerate(SEGMENTS)], dtype=torch.int32)
-    tiles = TensorDescriptor(k, [64, 128]), TensorDescriptor(v, [64, 64]), TensorDescriptor(o, [64, 64])
+    described = TensorDescriptor.from_tensor
+    tiles = described(k, [64, 128]), described(v, [64, 64]), described(o, [64, 64])
     launch(load(MODULE, source).walk, (2,), *tiles, o, states, rows, len(SEGMENTS), FIRST_SLOT, seed=seed)
     return o, states
 

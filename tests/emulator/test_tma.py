@@ -41,7 +41,7 @@ def test_a_load_fills_with_zeros_beyond_the_tensor(row: int, column: int, seed: 
         mbarrier.wait(bar, 0)
         seen.append(tile.load(None).memory())
 
-    device(code, TensorDescriptor(x, [8, 16]), seed=seed)
+    device(code, TensorDescriptor.from_tensor(x, [8, 16]), seed=seed)
     assert same_bits(seen[0], padded[100 + row : 108 + row, 100 + column : 116 + column])
 
 
@@ -57,7 +57,7 @@ def test_a_store_leaves_out_what_lies_beyond_the_tensor(seed: int, rng: Generato
         tma.store_wait(0)
 
     view = y[:10, :32]  # what lies around it is spared
-    device(code, x, TensorDescriptor(view, [8, 16]), seed=seed)
+    device(code, x, TensorDescriptor.from_tensor(view, [8, 16]), seed=seed)
     expected = torch.full((12, 64), 7.0, dtype=bf16)
     expected[7:10, 24:32] = x[:3, :8]
     assert same_bits(y, expected)
@@ -78,7 +78,7 @@ def test_loads_land_late_and_in_any_order(rng: Generator) -> None:
             mbarrier.wait(bar, 0)
 
     for seed in range(12):
-        device(code, TensorDescriptor(x, [8, 64]), seed=seed)
+        device(code, TensorDescriptor.from_tensor(x, [8, 64]), seed=seed)
     assert len(orders) > 2
 
 
@@ -98,10 +98,10 @@ def test_store_wait_leaves_the_last_ones_under_way() -> None:
 
     for seed in range(4):
         y = torch.zeros(16, 16, dtype=bf16)
-        device(lambda y: code(y, 1), TensorDescriptor(y, [8, 16]), seed=seed)
+        device(lambda y: code(y, 1), TensorDescriptor.from_tensor(y, [8, 16]), seed=seed)
         assert bool((y == 1).all())
     with pytest.raises(DeviceFault, match=r"writes tiles\[0\]"):
-        device(lambda y: code(y, 2), TensorDescriptor(y, [8, 16]))
+        device(lambda y: code(y, 2), TensorDescriptor.from_tensor(y, [8, 16]))
 
 
 def test_a_tile_is_not_read_before_its_wait_however_long_ago_it_landed() -> None:
@@ -116,7 +116,7 @@ def test_a_tile_is_not_read_before_its_wait_however_long_ago_it_landed() -> None
 
     for seed in range(4):
         with pytest.raises(DeviceFault, match="the program reads tile, written by a TMA load on bar"):
-            device(code, TensorDescriptor(torch.zeros(8, 16, dtype=bf16), [8, 16]), seed=seed)
+            device(code, TensorDescriptor.from_tensor(torch.zeros(8, 16, dtype=bf16), [8, 16]), seed=seed)
 
 
 @pytest.mark.parametrize("fenced", [True, False])
@@ -131,7 +131,7 @@ def test_a_load_over_stored_data_needs_a_fence(fenced: bool) -> None:
         tma.async_load(descriptor, [0, 0], bar, tile)
         mbarrier.wait(bar, 0)
 
-    descriptor = TensorDescriptor(torch.zeros(8, 16, dtype=bf16), [8, 16])
+    descriptor = TensorDescriptor.from_tensor(torch.zeros(8, 16, dtype=bf16), [8, 16])
     if fenced:
         device(code, descriptor)
     else:
@@ -153,7 +153,7 @@ def test_wrong_boxes_and_places_are_refused() -> None:
             tma.async_store(descriptor, [0, 0], gl.allocate_shared_memory(bf16, [16, 8], None).permute((1, 0)))
 
     x = torch.zeros(8, 32, dtype=bf16)
-    device(code, TensorDescriptor(x, [8, 16]))
+    device(code, TensorDescriptor.from_tensor(x, [8, 16]))
     for tensor, block in ((x, [8]), (x, [8, 512]), (x.mT, [8, 8]), (x[:, :0], [8, 8]), (x[:, 1:], [8, 8]), (x, [8, 4])):
         with pytest.raises(ValueError, match=r"block_shape|tensor"):
-            TensorDescriptor(tensor, block)
+            TensorDescriptor.from_tensor(tensor, block)

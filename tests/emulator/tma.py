@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +24,12 @@ LARGEST_BOX = 256
 
 
 class TensorDescriptor:
-    """A tensor and the shape of the boxes that are copied of it."""
+    """Rows and columns of a tensor's memory, and the shape of the boxes that are copied of it."""
 
-    def __init__(self, tensor: Tensor, block_shape: Sequence[int], layout: object = None) -> None:
-        size = tensor.element_size()
+    def __init__(
+        self, base: Tensor, shape: Sequence[int], strides: Sequence[int], block_shape: Sequence[int], layout: Any = None
+    ) -> None:
+        tensor, size = base.as_strided(shape, strides), base.element_size()
         if len(block_shape) != tensor.dim() or any(not 1 <= n <= LARGEST_BOX for n in block_shape):
             raise ValueError(f"block_shape: {list(block_shape)}, a size of 1 to 256 is wanted for each dimension")
         if tensor.numel() == 0:
@@ -39,7 +42,7 @@ class TensorDescriptor:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, block_shape: Sequence[int], layout: object = None) -> TensorDescriptor:
-        return cls(tensor, block_shape, layout)
+        return cls(tensor, tensor.shape, tensor.stride(), block_shape, layout)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,7 +7,7 @@ get the same bits. Tensor cores are not used, for what a chain of maps loses is 
 import torch
 from torch import Tensor
 
-from deltaspan.kernels.hopper.gluon import COMPILED_WITH, tl, triton
+from deltaspan.kernels.hopper.gluon import launch, tl, triton
 from deltaspan.plan import Chains
 
 DIM = tl.constexpr(128)
@@ -88,7 +88,7 @@ def merge(M: Tensor, X: Tensor, b: Tensor) -> Tensor:
     out = torch.empty_like(b)
     n, width = M.numel() // (128 * 128), b.shape[-1]
     if n:
-        merge_kernel[(n, width // 32)](M, X, b, out, WIDTH=width, **_pitch(transposed), num_warps=4, **COMPILED_WITH)
+        launch(merge_kernel, (n, width // 32), M, X, b, out, WIDTH=width, **_pitch(transposed), num_warps=4)
     return out
 
 
@@ -105,9 +105,10 @@ def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) ->
         M = M.mT if transposed else M
         like = M if b is None else b
         assert M.stride()[2:] == like.stride()[2:] == (128, 1)
-        chain_kernel[(len(chains.wanted) * HV, columns)](
-            M, like, chains.table, chains.starts, chains.wanted, out_maps, out_offsets, *M.stride()[:2],
-            *like.stride()[:2], HV=HV, MAPS=maps, **_pitch(transposed), num_warps=4, **COMPILED_WITH,
+        launch(
+            chain_kernel, (len(chains.wanted) * HV, columns), M, like, chains.table, chains.starts, chains.wanted,
+            like if out_maps is None else out_maps, like if out_offsets is None else out_offsets,
+            *M.stride()[:2], *like.stride()[:2], HV=HV, **_pitch(transposed), MAPS=maps, num_warps=4,
         )  # fmt: skip
     return out_maps, out_offsets
 

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.gluon import (
-    COMPILED_WITH,
     add,
     barrier,
     exp2,
     fence_async_shared,
     gl,
     gluon,
+    launch,
     load_tile,
     mbarrier,
     row_tiles,
@@ -322,15 +322,15 @@ def forward(
 
     Without output the walk begins where its exit state begins to feel it.
     """
-    (T, H, _), HV, NC = k.shape, v.shape[1], made.A.shape[1]
+    H, HV, NC = k.shape[1], v.shape[1], made.A.shape[1]
     A, G, broken, reach = made
     o = v.new_empty(v.shape) if output else v
     exit = torch.empty_like(entry) if exits else entry
     if len(segments):
-        out = tiles(o.view(T, -1), 64, 64) if output else tiles(A.view(-1, 64), 64, 64)
-        forward_kernel[(len(segments) * HV,)](
-            *(row_tiles(x) for x in (q, k, v)), tiles(A.view(-1, 64), 64, 64), tiles(G.view(-1, 64), 1, 64), out,
-            o, entry, exit, broken, reach, segments, NC, scale, math.log2(scale),
-            H=H, GROUP=HV // H, OUTPUT=output, EXIT=exits, num_warps=4, **LAUNCH, **COMPILED_WITH,
+        A_tiles = tiles(A, 64, 64, 64)
+        launch(
+            forward_kernel, (len(segments) * HV,), *(row_tiles(x) for x in (q, k, v)), A_tiles, tiles(G, 64, 1, 64),
+            tiles(o, HV * 128, 64, 64) if output else A_tiles, o, entry, exit, broken, reach, segments, NC, scale,
+            math.log2(scale), H=H, GROUP=HV // H, OUTPUT=output, EXIT=exits, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return (o if output else None), (exit if exits else None)

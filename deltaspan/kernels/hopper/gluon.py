@@ -3,7 +3,9 @@
 Written for Gluon as Triton 3.6 to 3.9 have it, an interface that Triton calls experimental.
 """
 
+from contextlib import nullcontext
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -48,15 +50,43 @@ def default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMAShared
     return gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
 
 
-def tiles(x: Tensor, *block: int) -> TensorDescriptor:
-    """A tensor of rows as the copy engine sees it, in blocks of this shape, swizzled as matrix products want it."""
-    return TensorDescriptor.from_tensor(x, list(block), default_layout(block, x.dtype))
+def tiles(x: Tensor, row: int, *block: int) -> TensorDescriptor:
+    """A dense tensor as the copy engine sees it: rows of so many numbers, in blocks of this shape, swizzled as matrix
+    products want it."""
+    return TensorDescriptor(x, [x.numel() // row, row], [row, 1], list(block), default_layout(block, x.dtype))
 
 
 def row_tiles(x: Tensor) -> TensorDescriptor:
     """Rows [T, h, 128], dense but for their pitch, as [T, h * 128] in blocks of [64, 128]."""
     T, heads, D = x.shape
-    return tiles(x.as_strided((T, heads * D), (x.stride(0), 1)), 64, D)
+    return TensorDescriptor(x, [T, heads * D], [x.stride(0), 1], [64, D], default_layout((64, D), x.dtype))
+
+
+def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> None:
+    """kernel[programs](*arguments, **constants) on the device of its tensors, in a fifth of the time on the host.
+
+    Triton finds the compiled kernel anew in each call, by all that it might depend on. Here that is what our kernels
+    are told apart by: types and alignments of tensors, what Triton distinguishes of integers, and constants.
+    """
+    device = next(x.device for x in arguments if isinstance(x, Tensor))
+    key = (id(kernel), device, *map(_kind, arguments), *constants.values())
+    here = device.type == "cpu" or device.index == torch.cuda.current_device()
+    with nullcontext() if here else torch.cuda.device(device):
+        if (ready := _READY.get(key)) is None:
+            compiled = kernel.warmup(*arguments, grid=programs, num_warps=num_warps, **constants, **COMPILED_WITH)
+            last = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+            ready = _READY[key] = compiled, last, kernel  # which has to live as long as its id stands here
+        compiled, last, _ = ready
+        compiled[(*programs, 1, 1)[:3]](*arguments, *last)
+
+
+_READY: dict[tuple, tuple[Any, tuple, Any]] = {}
+
+
+def _kind(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    return (x == 1, x % 16 == 0, x < 2**31) if isinstance(x, int) else None
 
 
 __all__ = [
@@ -68,6 +98,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "launch",
     "load_tile",
     "mbarrier",
     "mma_v2",

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltaspan.kernels.hopper.gluon import COMPILED_WITH, add, gl, gluon, mma_v2
+from deltaspan.kernels.hopper.gluon import add, gl, gluon, launch, mma_v2
 
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
@@ -308,7 +308,5 @@ def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor) -> Prepared:
     broken = torch.empty(H, NC, dtype=torch.int32, device=k.device)
     made = Prepared(A, G, broken, g.new_empty(HV, NC))
     if NC:
-        prep_kernel[(NC * H,)](
-            k, g, beta, chunks, *made, NC, k.stride(0) // 8, H=H, GROUP=HV // H, num_warps=1, **COMPILED_WITH
-        )
+        launch(prep_kernel, (NC * H,), k, g, beta, chunks, *made, NC, k.stride(0) // 8, H=H, GROUP=HV // H, num_warps=1)
     return made

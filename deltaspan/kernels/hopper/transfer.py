@@ -18,12 +18,12 @@ from torch import Tensor
 
 from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind
 from deltaspan.kernels.hopper.gluon import (
-    COMPILED_WITH,
     barrier,
     exp2,
     fence_async_shared,
     gl,
     gluon,
+    launch,
     load_tile,
     mbarrier,
     row_tiles,
@@ -212,8 +212,8 @@ def transfer(k: Tensor, made: Prepared, segments: Tensor, *, terms: int = 2) -> 
     (_, H, D), (HV, NC) = k.shape, made.reach.shape
     M = torch.empty(len(segments), HV, D, D, dtype=torch.float32, device=k.device)
     if len(segments):
-        transfer_kernel[(len(segments) * HV,)](
-            row_tiles(k), tiles(made.A.view(-1, 64), 64, 64), made.G, M, made.broken, made.reach, segments, NC,
-            TERMS=terms, H=H, GROUP=HV // H, num_warps=4, **LAUNCH, **COMPILED_WITH,
+        launch(
+            transfer_kernel, (len(segments) * HV,), row_tiles(k), tiles(made.A, 64, 64, 64), made.G, M, made.broken,
+            made.reach, segments, NC, TERMS=terms, H=H, GROUP=HV // H, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return M
