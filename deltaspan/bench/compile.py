@@ -61,20 +61,23 @@ A_WALK: dict[str, str] = {
 }  # fmt: skip
 
 
-def _forward(H: int, group: int, *, output: bool, exits: bool, instructions: int, spills: int = 0) -> Case:
+def _forward(
+    H: int, group: int, *, output: bool, exits: bool, instructions: int, halves: bool = False, spills: int = 0
+) -> Case:
+    width = 64 if halves else 128
     return Case(
         kernel="deltaspan.kernels.hopper.forward:forward_kernel",
         arguments=A_WALK
-        | {"q_tiles": "tiles<bf16[64, 128]>", "v_tiles": "tiles<bf16[64, 128]>", "o_tiles": "tiles<bf16[64, 64]>"}
+        | {"q_tiles": "tiles<bf16[64, 128]>", "v_tiles": f"tiles<bf16[64, {width}]>", "o_tiles": "tiles<bf16[64, 64]>"}
         | {"G_tiles": "tiles<fp32[1, 64]>", "o": "*bf16", "entry": "*fp32", "exit": "*fp32", "scale": "fp32"}
         | {"scale_log2": "fp32"},
-        constants={"H": H, "GROUP": group, "OUTPUT": output, "EXIT": exits},
+        constants={"H": H, "GROUP": group, "HALVES": halves, "OUTPUT": output, "EXIT": exits},
         num_warps=4,
-        registers=128,
+        registers=168 if halves else 128,
         shared=WHOLE,
         instructions=instructions,
         spills=spills,
-        reason="one program a multiprocessor, whose registers its partitions share out: 128 a thread on average"
+        reason="one program a multiprocessor, whose registers its partitions share out: 128 a thread on average, or 168"
         + ("; Triton 3.9 lays by addresses of the exit state, outside the loop, and one index" if spills else ""),
     )
 
@@ -118,6 +121,9 @@ CASES = {
     "forward, 16 key heads x 3": _forward(16, 3, output=True, exits=False, instructions=2650),
     "forward, 2 key heads x 4": _forward(2, 4, output=True, exits=False, instructions=2650),
     "forward with exit states": _forward(16, 3, output=True, exits=True, instructions=2800, spills=16),
+    "forward on halves of V": _forward(16, 3, output=True, exits=False, instructions=2650, halves=True),
+    "forward on halves of V with exit states": _forward(16, 3, output=True, exits=True, instructions=2800, halves=True),
+    "exit states alone on halves of V": _forward(16, 3, output=False, exits=True, instructions=2250, halves=True),
     "exit states alone": _forward(16, 3, output=False, exits=True, instructions=2250),
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),

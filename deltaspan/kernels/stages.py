@@ -68,6 +68,7 @@ class Runs(NamedTuple):
     last: Tensor  # [n] int64, last chunk, in walking order
     table: Tensor  # [n, 4] int32: first token, end, first chunk, place as the caller counts them; in walking order
     active: tuple[int, ...]  # by step, how many still have a chunk
+    halves: bool  # whether they end sooner on each half of V's channels side by side, with the same bits
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,10 +56,10 @@ def tiles(x: Tensor, row: int, *block: int) -> TensorDescriptor:
     return TensorDescriptor(x, [x.numel() // row, row], [row, 1], list(block), default_layout(block, x.dtype))
 
 
-def row_tiles(x: Tensor) -> TensorDescriptor:
-    """Rows [T, h, 128], dense but for their pitch, as [T, h * 128] in blocks of [64, 128]."""
+def row_tiles(x: Tensor, width: int = 128) -> TensorDescriptor:
+    """Rows [T, h, 128], dense but for their pitch, as [T, h * 128] in blocks of [64, width]."""
     T, heads, D = x.shape
-    return TensorDescriptor(x, [T, heads * D], [x.stride(0), 1], [64, D], default_layout((64, D), x.dtype))
+    return TensorDescriptor(x, [T, heads * D], [x.stride(0), 1], [64, width], default_layout((64, width), x.dtype))
 
 
 def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> None:

@@ -73,7 +73,8 @@ def kept_bytes(chunks: int, *, HV: int, K: int, V: int, state_size: int) -> int:
 
 
 def _walked(tape: Tape, runs: Runs, entry: Tensor, **what: bool) -> tuple[Tensor | None, Tensor | None]:
-    return forward(tape.q, tape.k, tape.v, tape.made, entry.contiguous(), runs.table, tape.scale, **what)
+    operands = tape.q, tape.k, tape.v, tape.made, entry.contiguous(), runs.table, tape.scale
+    return forward(*operands, halves=runs.halves, **what)
 
 
 def _by_rows(x: Tensor) -> Tensor:
