@@ -29,6 +29,13 @@ def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu",
     Raises:
         ValueError: an unknown name, or a tier that does not serve the call, with the reason.
     """
+    if backend not in ("auto", *TIERS):
+        raise ValueError(f"backend must be one of {['auto', *TIERS]}, got {backend!r}")
+    return _chosen(backend, device, **call)
+
+
+@lru_cache
+def _chosen(backend: str, device: torch.device | str, **call: Any) -> str:
     _check(backend, device)
     if backend == "hopper" and (reason := _beyond_hopper(torch.device(device), **call)):
         raise ValueError(f"backend 'hopper' {reason}; backend='torch' does")
@@ -51,12 +58,12 @@ def chosen_for_convolution(
     return "torch" if backend == "torch" or reason else "hopper"
 
 
+@lru_cache
 def tier(name: str) -> ModuleType:
     """The stages of a tier by its name."""
     return import_module(HOMES[name])
 
 
-@lru_cache
 def _beyond_hopper(
     device: torch.device, *, dtype: torch.dtype = torch.bfloat16, K: int = 128, V: int = 128, unit_keys: bool = True,
     save_mode: str = "light", backward: bool = False,
