@@ -29,33 +29,38 @@ def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu",
     Raises:
         ValueError: an unknown name, or a tier that does not serve the call, with the reason.
     """
-    if backend not in ("auto", *TIERS):
-        raise ValueError(f"backend must be one of {['auto', *TIERS]}, got {backend!r}")
+    _check_name(backend)
     return _chosen(backend, device, **call)
 
 
 @lru_cache
 def _chosen(backend: str, device: torch.device | str, **call: Any) -> str:
-    _check(backend, device)
+    _check_device(backend, device)
     if backend == "hopper" and (reason := _beyond_hopper(torch.device(device), **call)):
-        raise ValueError(f"backend 'hopper' {reason}; backend='torch' does")
+        raise _refusal(reason)
     return "torch" if backend == "auto" else backend
 
 
-def chosen_for_convolution(
-    backend: str = "auto", *, device: torch.device | str, dtype: torch.dtype, taps: int
-) -> str:  # fmt: skip
+def chosen_for_convolution(backend: str, *, device: torch.device | str, dtype: torch.dtype, taps: int) -> str:
     """The tier that serves `backend` for a convolution of rows of type `dtype`: with "auto" the Hopper tier wherever it
     can. Device, type and taps alone decide, so that a checkpoint's recompute goes the way of the first run.
 
     Raises:
         ValueError: as `chosen_backend`.
     """
-    _check(backend, device)
-    reason = _convolution_beyond_hopper(torch.device(device), dtype, taps) if backend != "torch" else None
+    _check_name(backend)
+    return _chosen_for_convolution(backend, device, dtype, taps)
+
+
+@lru_cache
+def _chosen_for_convolution(backend: str, device: torch.device | str, dtype: torch.dtype, taps: int) -> str:
+    _check_device(backend, device)
+    if backend == "torch":
+        return backend
+    reason = _convolution_beyond_hopper(torch.device(device), dtype, taps)
     if backend == "hopper" and reason:
-        raise ValueError(f"backend 'hopper' {reason}; backend='torch' does")
-    return "torch" if backend == "torch" or reason else "hopper"
+        raise _refusal(reason)
+    return "torch" if reason else "hopper"
 
 
 @lru_cache
@@ -82,7 +87,6 @@ def _beyond_hopper(
     return _without_triton()
 
 
-@lru_cache
 def _convolution_beyond_hopper(device: torch.device, dtype: torch.dtype, taps: int) -> str | None:
     """Why the Hopper tier does not serve a convolution, None if it does."""
     if reason := _not_on(device):
@@ -94,11 +98,18 @@ def _convolution_beyond_hopper(device: torch.device, dtype: torch.dtype, taps: i
     return _without_triton()
 
 
-def _check(backend: str, device: torch.device | str) -> None:
+def _check_name(backend: str) -> None:
     if backend not in ("auto", *TIERS):
         raise ValueError(f"backend must be one of {['auto', *TIERS]}, got {backend!r}")
+
+
+def _check_device(backend: str, device: torch.device | str) -> None:
     if not is_supported(device):
         raise ValueError(f"backend {backend!r} runs on cpu and cuda devices, got {device}")
+
+
+def _refusal(reason: str) -> ValueError:
+    return ValueError(f"backend 'hopper' {reason}; backend='torch' does")
 
 
 def _not_on(device: torch.device) -> str | None:

@@ -1,8 +1,10 @@
 """The convolution's forward of every tier against FP64: the torch tier's, the Hopper tier's emulated and on a GPU."""
 
 from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -210,6 +212,46 @@ def test_tables(rng: torch.Generator) -> None:
             assert edges.fragments.tolist() == of_token[::64].tolist()
 
 
+NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64"}
+NAMES |= {torch.int32: "*i32", torch.int64: "*i64"}
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("dtype", "weights", "taps", "D", "bias", "activation"),
+    [
+        (torch.bfloat16, torch.float32, 1, 256, True, "silu"),
+        (torch.float16, torch.bfloat16, 2, 264, False, None),
+        (torch.bfloat16, torch.float64, 3, 1, True, None),
+        (torch.float32, torch.float32, 8, 300, False, "silu"),
+    ],
+)
+def test_what_is_launched_compiles(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, weights: torch.dtype, taps: int, D: int, bias: bool,
+    activation: str | None,
+) -> None:  # fmt: skip
+    """By Triton itself, with the launch's own arguments, also where one that is 1 becomes a constant; and fits."""
+    conv = import_module(MODULE)
+    compile_ahead = import_module("deltaspan.kernels.hopper.ahead").compile_ahead
+    launched = []
+
+    def compiled(kernel: Any, programs: tuple[int], *arguments: Any, num_warps: int, **constants: Any) -> None:
+        given = dict(zip(kernel.arg_names, arguments, strict=False))
+        assert [*given, *constants] == list(kernel.arg_names)
+        kinds = {name: NAMES[t.dtype] if isinstance(t, Tensor) else "i32" for name, t in given.items()}
+        if given["tokens"] == 1:
+            constants["tokens"] = 1
+            del kinds["tokens"]
+        launched.append(compile_ahead(kernel, kinds, constants, num_warps))
+
+    monkeypatch.setattr(conv, "launch", compiled)
+    for tokens in (1, 40):
+        view = ds.build_context(ds.partition([0, tokens], 1), device="cpu", conv_kernel_size=taps)._views[0]
+        x, weight = torch.zeros(tokens, D, dtype=dtype), torch.zeros(D, taps, dtype=weights)
+        conv.convolve(x, x[:0], weight, weight[:, 0] if bias else None, view.edges, activation)
+    assert len(launched) == 2 and all(made.spills == 0 and made.shared == 0 for made in launched)
+
+
 FAULTS = {
     "history ignored": ("mask=inside & (row >= 0)", "mask=inside & (row < -1)"),
     "border within a run ignored": ("if (first + i + j >= end) & (i + j < n)", "if (first + i + j >= end) & (n < 0)"),
@@ -221,6 +263,7 @@ FAULTS = {
     "one fragment a run": ("    while end <= first:", "    if end <= first:"),
     "bias forgotten": ("pre = pre + shift", "pre = pre"),
     "bias after silu": ("pre = silu(pre)", "pre = silu(pre - shift) + shift"),
+    "rows not walked at their pitch": ("x += AT_ONCE * PITCH", "x += AT_ONCE * D"),
     "pitch of y for x": ("x += first.to(gl.int64) * PITCH", "x += first.to(gl.int64) * D"),
     "channels not masked": ("inside = d < D", "inside = d < D + 1"),
     "last rows not masked": ("mask=inside & (i + j < n))", "mask=inside)"),

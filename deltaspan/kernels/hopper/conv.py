@@ -58,7 +58,7 @@ def conv_kernel(
     for i in range(0, n, AT_ONCE):
         ahead = ()
         for j in gl.static_range(AT_ONCE):
-            ahead = ahead + (gl.load(x + (i + j) * PITCH + d, mask=inside & (i + j < n), other=0.0),)
+            ahead = ahead + (gl.load(x + (d + j * PITCH), mask=inside & (i + j < n), other=0.0),)
         for j in gl.static_range(AT_ONCE):
             if (first + i + j >= end) & (i + j < n):
                 while end <= first + i + j:
@@ -75,8 +75,10 @@ def conv_kernel(
                 pre = pre + shift
             if SILU:
                 pre = silu(pre)
-            gl.store(y + (i + j) * D + d, pre.to(y.dtype.element_ty), mask=inside & (i + j < n))
+            gl.store(y + (d + j * D), pre.to(y.dtype.element_ty), mask=inside & (i + j < n))
             past = rows[1:]
+        x += AT_ONCE * PITCH
+        y += AT_ONCE * D
 
 
 @gluon.jit

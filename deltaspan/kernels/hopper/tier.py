@@ -1,6 +1,6 @@
 """The stages of the forward on sm_90, as `kernels/stages.py` names them.
 
-The backward's are still to come; those of the convolution are the torch tier's.
+The backward's are still to come, but for the convolution's, which are the torch tier's.
 """
 
 from typing import NamedTuple
