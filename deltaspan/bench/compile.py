@@ -112,6 +112,21 @@ def _compose(kernel: str, arguments: str, instructions: int, spills: int = 0, **
     )
 
 
+def _conv(kind: str, D: int, W: int, registers: int, instructions: int, reason: str) -> Case:
+    tables = {"fragments": "*i32", "bounds": "*i32", "history_row": "*i64", "tokens": "i32"}
+    return Case(
+        kernel="deltaspan.kernels.hopper.conv:conv_kernel",
+        arguments={name: f"*{kind}" for name in ("x", "history", "y")} | {"weight": "*fp32", "bias": "*fp32"} | tables,
+        constants={"D": D, "PITCH": D, "RECEIVED_PITCH": D, "W": W, "CHANNELS": 128 if kind == "fp32" else 256}
+        | {"RUN": 32, "BIAS": True, "SILU": True},
+        num_warps=1,
+        registers=registers,
+        shared=0,
+        instructions=instructions,
+        reason=reason,
+    )
+
+
 CHAIN_ARGUMENTS = """maps offsets members starts wanted out_maps out_offsets map_row map_head offset_row offset_head"""
 
 CASES = {
@@ -128,6 +143,14 @@ CASES = {
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),
     "merge": _compose("merge_kernel", "M X b out", 1600, WIDTH=128),
+    "convolution, 4 taps, bf16": _conv(
+        "bf16", 2048, 4, 112, 1000, "18 warps a multiprocessor, 4 rows of 512 bytes each under way: 36 KB"
+    ),
+    "convolution, 4 taps, fp32": _conv("fp32", 2048, 4, 80, 540, "24 warps a multiprocessor, to the same end: 48 KB"),
+    "convolution, 8 taps, bf16": _conv("bf16", 2048, 8, 200, 1750, "10 warps a multiprocessor: 20 KB under way"),
+    "convolution, rows at any pitch": _conv(
+        "bf16", 301, 4, 160, 1750, "12 warps a multiprocessor; loads of one number"
+    ),
     "chain": _compose("chain_kernel", CHAIN_ARGUMENTS, 2000, spills=2, HV=48, MAPS=True),
 }
 """Of each kernel the variants that differ in what they take."""

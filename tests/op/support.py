@@ -175,14 +175,15 @@ def run_rule(pack: Pack, ctx: ds.Context, **options: Any) -> list[dict[str, Tens
 
 
 def run_convolution(
-    pack: Pack, ctx: ds.Context, *, bias: bool = True, activation: str | None = "silu"
+    pack: Pack, ctx: ds.Context, *, bias: bool = True, activation: str | None = "silu", backend: str = "auto"
 ) -> list[dict[str, Tensor]]:
     """By rank that runs here: y, and the gradients of its rows and of its copies of the parameters."""
     x = [leaf(x) for x in listed(ctx, ctx.shard(pack.x))]
     weight, shift = [leaf(pack.weight) for _ in x], [leaf(pack.bias) for _ in x]
     y = ds.causal_conv1d(
-        unlisted(ctx, x), unlisted(ctx, weight), ctx, bias=unlisted(ctx, shift) if bias else None, activation=activation
-    )
+        unlisted(ctx, x), unlisted(ctx, weight), ctx, bias=unlisted(ctx, shift) if bias else None,
+        activation=activation, backend=backend,
+    )  # fmt: skip
     y = listed(ctx, y)
     names = ("dx", "dweight", "dbias") if bias else ("dx", "dweight")
     leaves = [*x, *weight, *(shift if bias else ())]

@@ -41,6 +41,12 @@ def exp2(x):
 
 
 @gluon.jit
+def reciprocal(x):
+    """1 / x in fp32 to a unit of the last place, in one instruction; zero where it would be subnormal."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def add(a, b):
     return a + b
 
@@ -102,6 +108,7 @@ __all__ = [
     "load_tile",
     "mbarrier",
     "mma_v2",
+    "reciprocal",
     "row_tiles",
     "store_tile",
     "store_wait",

@@ -1,4 +1,7 @@
-"""The stages of the forward on sm_90, as `kernels/stages.py` names them; the backward's are still to come."""
+"""The stages of the forward on sm_90, as `kernels/stages.py` names them.
+
+The backward's are still to come, but for the convolution's, which are the torch tier's.
+"""
 
 from typing import NamedTuple
 
@@ -6,14 +9,31 @@ import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.compose import chain, merge
+from deltaspan.kernels.hopper.conv import convolve
 from deltaspan.kernels.hopper.forward import forward
 from deltaspan.kernels.hopper.prep import Prepared
 from deltaspan.kernels.hopper.prep import prep as prepared
 from deltaspan.kernels.hopper.transfer import transfer as transferred
 from deltaspan.kernels.stages import READY, Grid, Raw, Runs
+from deltaspan.kernels.torch.conv import activation_gradient, conv_gradients, preactivation
 from deltaspan.kernels.torch.inputs import ready
 
-__all__ = ["KEPT_TENSORS", "Tape", "chain", "keep", "kept_bytes", "merge", "prep", "summary", "transfer", "walk"]
+__all__ = [
+    "KEPT_TENSORS",
+    "Tape",
+    "activation_gradient",
+    "chain",
+    "conv_gradients",
+    "convolve",
+    "keep",
+    "kept_bytes",
+    "merge",
+    "preactivation",
+    "prep",
+    "summary",
+    "transfer",
+    "walk",
+]
 
 KEPT_TENSORS = 0
 
