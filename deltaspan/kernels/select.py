@@ -42,8 +42,9 @@ def _chosen(backend: str, device: torch.device | str, **call: Any) -> str:
 
 
 def chosen_for_convolution(backend: str, *, device: torch.device | str, dtype: torch.dtype, taps: int) -> str:
-    """The tier that serves `backend` for a convolution of rows of type `dtype`: with "auto" the Hopper tier wherever it
-    can. Device, type and taps alone decide, so that a checkpoint's recompute goes the way of the first run.
+    """The tier that serves `backend` for a convolution of rows of type `dtype`; "auto" is the torch tier until the
+    kernel has been measured on a device. Device, type and taps alone decide, so that a checkpoint's recompute goes the
+    way of the first run.
 
     Raises:
         ValueError: as `chosen_backend`.
@@ -55,12 +56,9 @@ def chosen_for_convolution(backend: str, *, device: torch.device | str, dtype: t
 @lru_cache
 def _chosen_for_convolution(backend: str, device: torch.device | str, dtype: torch.dtype, taps: int) -> str:
     _check_device(backend, device)
-    if backend == "torch":
-        return backend
-    reason = _convolution_beyond_hopper(torch.device(device), dtype, taps)
-    if backend == "hopper" and reason:
+    if backend == "hopper" and (reason := _convolution_beyond_hopper(torch.device(device), dtype, taps)):
         raise _refusal(reason)
-    return "torch" if reason else "hopper"
+    return "torch" if backend == "auto" else backend
 
 
 @lru_cache
