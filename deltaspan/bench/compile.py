@@ -82,6 +82,23 @@ def _forward(
     )
 
 
+def _adjoint(H: int, group: int, *, states: bool, instructions: int, halves: bool = False) -> Case:
+    width = 64 if halves else 128
+    return Case(
+        kernel="deltaspan.kernels.hopper.adjoint:adjoint_kernel",
+        arguments=A_WALK
+        | {"q_tiles": "tiles<bf16[64, 128]>", "do_tiles": f"tiles<bf16[64, {width}]>", "G_tiles": "tiles<fp32[1, 64]>"}
+        | {"state_tiles": f"tiles<bf16[64, {128 if states else 64}]>", "leaving": "*fp32", "entering": "*fp32"}
+        | {"scale_log2": "fp32"},
+        constants={"H": H, "GROUP": group, "HALVES": halves, "STATES": states},
+        num_warps=4,
+        registers=168 if halves else 128,
+        shared=WHOLE,
+        instructions=instructions,
+        reason="as the forward",
+    )
+
+
 def _transfer(H: int, group: int) -> Case:
     return Case(
         kernel="deltaspan.kernels.hopper.transfer:transfer_kernel",
@@ -140,6 +157,11 @@ CASES = {
     "forward on halves of V with exit states": _forward(16, 3, output=True, exits=True, instructions=2800, halves=True),
     "exit states alone on halves of V": _forward(16, 3, output=False, exits=True, instructions=2250, halves=True),
     "exit states alone": _forward(16, 3, output=False, exits=True, instructions=2250),
+    "adjoint walk with states": _adjoint(16, 3, states=True, instructions=2600),
+    "adjoint walk with states, 2 key heads x 4": _adjoint(2, 4, states=True, instructions=2600),
+    "adjoint walk with states on halves of V": _adjoint(16, 3, states=True, instructions=2600, halves=True),
+    "adjoint walk": _adjoint(16, 3, states=False, instructions=2600),
+    "adjoint walk on halves of V": _adjoint(16, 3, states=False, instructions=2600, halves=True),
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),
     "merge": _compose("merge_kernel", "M X b out", 1600, WIDTH=128),

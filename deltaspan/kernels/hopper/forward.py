@@ -301,11 +301,15 @@ def walk(
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
         stage = gl.where(stage == STAGES, 0, stage)
     if EXIT:
-        # through the assembler, so that no address of this store is kept in registers all along the walk
-        late = gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
-        at = (source * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + (first + late)[:, None]
-        gl.store(exit + at, S)
+        channel = first + late(value)
+        gl.store(exit + (source * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + channel[:, None], S)
     store_wait(0)
+
+
+@gluon.jit
+def late(index):
+    """Itself, by way of the assembler, so that no address made of it is kept in registers all along a walk."""
+    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [index], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -327,15 +331,16 @@ def store_output(o_tiles, o, os, out, token, end, column, HV):
 
 
 @gluon.jit
-def chunks_felt(reach, n):
-    """How many chunks from a run's end back are felt there: beyond them everything has decayed to nothing."""
+def chunks_felt(reach, n, FROM_START: gl.constexpr = False):
+    """How many chunks from a run's end back are felt there: beyond them everything has decayed to nothing. Or how many
+    from its start on, for what is walked backwards."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lane = gl.arange(0, 128, layout=FLAT)
     felt = n
     total = 0.0
     for base in range(0, n, 128):
         back = base + lane
-        decay = gl.load(reach + (n - 1 - back), mask=back < n, other=0.0)
+        decay = gl.load(reach + (back if FROM_START else n - 1 - back), mask=back < n, other=0.0)
         summed = total + gl.associative_scan(decay, 0, add)
         felt = gl.minimum(felt, gl.min(gl.where(summed < NOTHING, back + 1, n), 0))
         total = total + gl.sum(decay, 0)

@@ -1,0 +1,310 @@
+"""The walk over the state's adjoint, backwards, for sm_90: one program a segment and value head.
+
+With A and G of the prep stage, a = 2^G, D [K, V] the adjoint of the state at a chunk's end, and P = tril(Q K^T):
+
+    Y = A K        Q' = scale a (Q - P Y)        D <- 2^(G_C) (D - Y^T (K D)) + Q'^T dO
+
+It is the torch tier's walk with w = a Y and all decay taken together: E_ij a_j = a_i makes (E o P) w = a (P Y), and
+what a token feels of D times what it hands on, 2^(G_C - G_i) a_i, is 2^(G_C) whatever the token. So nothing but a and
+2^(G_C) is ever exponentiated. D^T [V, K] stays in registers, as S^T does in the forward:
+
+    U^T = D^T K^T        D^T <- 2^(G_C) D^T + dO^T Q' - (2^(G_C) U^T) Y
+
+Of its products the first and the last are the chain, the second fills the time between them. Partitions are the
+forward's: two warpgroups walk, one on each half of V; one prepares Y and Q' for the next chunk; one warp loads. Or a
+program walks one half of V: the same products, so the same bits. Rows of q, k and do behind a fragment's end are set to
+zero in shared memory before anything is computed from them.
+
+With STATES the walk also writes D at the end of every chunk, for the gradients. Without, only the adjoint of the entry
+state is wanted, which feels the first chunks of a segment: it begins with the last of those.
+
+A key that breaks the promise of unit keys turns the adjoint that leaves its chunk into NaN, all of it, by way of G.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind, late
+from deltaspan.kernels.hopper.gluon import (
+    barrier,
+    exp2,
+    fence_async_shared,
+    gl,
+    gluon,
+    launch,
+    load_tile,
+    mbarrier,
+    row_tiles,
+    store_tile,
+    store_wait,
+    tiles,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from deltaspan.kernels.hopper.prep import Prepared
+
+# A walk holds D in 64 registers, what it reads of it in 32, U in 32 and operands.
+LAUNCH = {"STAGES": 3, "CHAIN_REGISTERS": 176, "PREPARE_REGISTERS": 136}
+
+CHUNK = gl.constexpr(64)
+HEAD_DIM = gl.constexpr(128)
+HALF = gl.constexpr(64)  # of V, a warpgroup's share
+
+
+@gluon.jit
+def adjoint_kernel(
+    q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, state_tiles, leaving, entering, broken, reach, segments, NC,
+    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, HALVES: gl.constexpr, STATES: gl.constexpr,
+    STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Tiles (descriptors): q, k [T, H * 128], do [T, HV * 128] by [64, 128], do by [64, 64] with HALVES; A
+    [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; states [NC * HV * 128, 128] by [64, 128], the rows
+    V and the columns K, touched with STATES only.
+
+    leaving, the adjoint of exit states, and entering, of entry states: [S, HV, K, V] fp32; broken [H, NC] int32; reach
+    [HV, NC] fp32; segments [S, 4] int32: first token, end, first chunk, place in leaving and entering. Programs:
+    segments, then heads, then with HALVES those of V.
+    """
+    HV: gl.constexpr = H * GROUP
+    WALKS: gl.constexpr = 1 if HALVES else 2
+    first = gl.program_id(0) % (2 // WALKS) * HALF
+    item = gl.program_id(0) // (2 // WALKS)
+    segment = segments + (item // HV) * 4
+    hv = item % HV
+    begin = gl.load(segment)
+    end = gl.load(segment + 1)
+    chunk = gl.load(segment + 2)
+    place = gl.load(segment + 3) * HV + hv
+    n = (end - begin + CHUNK - 1) // CHUNK
+    felt = 1.0
+    if not STATES:
+        walked = chunks_felt(reach + hv.to(gl.int64) * NC + chunk, n, FROM_START=True)
+        felt = gl.where(walked < n, 0.0, 1.0)
+        n = walked
+
+    qs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], q_tiles.layout)  # Q, and Q' in its place
+    ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], k_tiles.layout)
+    ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], A_tiles.layout)
+    gs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], G_tiles.layout)
+    dos = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, WALKS * HALF], do_tiles.layout)
+    ys = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
+    ds = gl.allocate_shared_memory(gl.bfloat16, [WALKS if STATES else 1, HALF, HEAD_DIM], state_tiles.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    given = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # dO
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(STAGES):
+        mbarrier.init(full.index(j), count=1)
+        mbarrier.init(empty.index(j), count=WALKS)
+    for j in gl.static_range(2):
+        mbarrier.init(given.index(j), count=1)
+        mbarrier.init(ready.index(j), count=1)
+        mbarrier.init(free.index(j), count=WALKS)
+
+    h = hv // GROUP
+    walking = (
+        state_tiles, leaving, entering, qs, ks, gs, dos, ys, ds, full, empty, given, ready, free, chunk * HV + hv, n,
+        place, felt, first,
+    )  # fmt: skip
+    preparing = (
+        qs, ks, ws, gs, dos, ys, full, given, ready, free, broken + h * NC + chunk, end - begin, n, scale_log2,
+    )  # fmt: skip
+    loading = (
+        q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, qs, ks, ws, gs, dos, full, empty, given, free, begin,
+        hv * NC + chunk, n, h * HEAD_DIM, hv * HEAD_DIM + first,
+    )  # fmt: skip
+    if HALVES:
+        gl.warp_specialize(
+            [
+                (walk, (walking, HV, 0, STAGES, STATES)),
+                (prepare, (preparing, STAGES)),
+                (load, (loading, STAGES)),
+            ],
+            [4, 1],
+            [PREPARE_REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (walk, (walking, HV, 0, STAGES, STATES)),
+                (walk, (walking, HV, HALF, STAGES, STATES)),
+                (prepare, (preparing, STAGES)),
+                (load, (loading, STAGES)),
+            ],
+            [4, 4, 1],
+            [CHAIN_REGISTERS, PREPARE_REGISTERS, 24],
+        )
+
+
+@gluon.jit
+def load(loading, STAGES: gl.constexpr):
+    """Tiles of every chunk, from the last on; of dO, which only the walk reads, two at most."""
+    (
+        q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, qs, ks, ws, gs, dos, full, empty, given, free, begin, row, n,
+        key_column, value_column,
+    ) = loading  # fmt: skip
+    BYTES: gl.constexpr = 2 * CHUNK * HEAD_DIM * 2 + CHUNK * CHUNK * 2 + CHUNK * 4
+    stage = 0
+    phase = 0
+    for i in range(n):
+        b = i & 1
+        c = n - 1 - i
+        token = begin + c * CHUNK
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), BYTES)
+        load_tile(k_tiles, [token, key_column], full.index(stage), ks.index(stage))
+        load_tile(q_tiles, [token, key_column], full.index(stage), qs.index(stage))
+        load_tile(A_tiles, [(row + c) * CHUNK, 0], full.index(stage), ws.index(stage))
+        load_tile(G_tiles, [row + c, 0], full.index(stage), gs.index(stage))
+        mbarrier.wait(free.index(b), ((i >> 1) & 1) ^ 1)
+        mbarrier.expect(given.index(b), CHUNK * dos.shape[2] * 2)
+        load_tile(do_tiles, [token, value_column], given.index(b), dos.index(b))
+        stage = stage + 1
+        phase = gl.where(stage == STAGES, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES, 0, stage)
+
+
+@gluon.jit
+def prepare(preparing, STAGES: gl.constexpr):
+    """-Y and Q' of every chunk, two ahead at most."""
+    qs, ks, ws, gs, dos, ys, full, given, ready, free, broken, tokens, n, scale_log2 = preparing
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
+    low = row[:, None] >= column[None, :]
+    stage = 0
+    phase = 0
+    for i in range(n):
+        b = i & 1
+        c = n - 1 - i
+        mbarrier.wait(free.index(b), ((i >> 1) & 1) ^ 1)
+        first_broken = gl.load(broken + c)
+        mbarrier.wait(full.index(stage), phase)
+        q = qs.index(stage)
+        k = ks.index(stage)
+        a = ws.index(stage)
+        y = ys.index(b)
+        G = gs.index(stage).reshape([CHUNK])
+        held = tokens - c * CHUNK
+        if held < CHUNK:
+            mbarrier.wait(given.index(b), (i >> 1) & 1)
+            clear_behind(q, held)
+            clear_behind(k, held)
+            clear_behind(dos.index(b), held)
+            fence_async_shared()
+            barrier()
+        if first_broken < CHUNK:
+            G.store(gl.full([CHUNK], float("nan"), gl.float32, FLAT))
+            barrier()
+        P = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+        P = warpgroup_mma(q, k.permute((1, 0)), P, is_async=True)
+        P = warpgroup_mma_wait(0, deps=[P, q, k])[0]
+        p = gl.convert_layout(gl.where(low, P, 0.0).to(gl.bfloat16), LEFT)
+        for half in gl.static_range(2):
+            Y = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+            Y = warpgroup_mma(a, k.slice(half * CHUNK, CHUNK, 1), Y, is_async=True)
+            Y = warpgroup_mma_wait(0, deps=[Y, a, k])[0]
+            y.slice(half * CHUNK, CHUNK, 1).store((-Y).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        decay = exp2(G.load(gl.SliceLayout(1, ACC)) + scale_log2)
+        for half in gl.static_range(2):
+            reads = q.slice(half * CHUNK, CHUNK, 1)
+            Q = reads.load(ACC).to(gl.float32)
+            Q = warpgroup_mma(p, y.slice(half * CHUNK, CHUNK, 1), Q, is_async=True)
+            Q = warpgroup_mma_wait(0, deps=[Q, p, y])[0]
+            reads.store((Q * decay[:, None]).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(ready.index(b), count=1)
+        stage = stage + 1
+        phase = gl.where(stage == STAGES, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES, 0, stage)
+
+
+@gluon.jit
+def walk(walking, HV: gl.constexpr, HELD: gl.constexpr, STAGES: gl.constexpr, STATES: gl.constexpr):
+    """The chain over 64 of the channels of V, from HELD on of those in shared memory, which begin with `first`."""
+    (
+        state_tiles, leaving, entering, qs, ks, gs, dos, ys, ds, full, empty, given, ready, free, row, n, place, felt,
+        first,
+    ) = walking  # fmt: skip
+    first = first + HELD
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    value = gl.arange(0, HALF, layout=gl.SliceLayout(1, STATE))
+    key = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
+    state = place.to(gl.int64) * (HEAD_DIM * HEAD_DIM)
+    D = gl.load(leaving + state + key[None, :] * HEAD_DIM + (first + value)[:, None])
+    if not STATES:
+        D = gl.where(felt > 0.0, D, 0.0)
+    stage = 0
+    phase = 0
+    for i in range(n):
+        b = i & 1
+        k = ks.index(stage)
+        q = qs.index(stage)
+        y = ys.index(b)
+        do = dos.index(b).slice(HELD, HALF, 1).permute((1, 0))
+        narrow = D.to(gl.bfloat16)
+        if STATES:
+            out = ds.index(HELD // HALF)
+            store_wait(0)
+            barrier()
+            out.store(narrow)
+            fence_async_shared()
+            barrier()
+            store_tile(state_tiles, [(row + (n - 1 - i) * HV) * HEAD_DIM + first, 0], out)
+        d = gl.convert_layout(narrow, LEFT)
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.wait(given.index(b), (i >> 1) & 1)
+        mbarrier.wait(ready.index(b), (i >> 1) & 1)
+        G = gs.index(stage).reshape([CHUNK]).slice(CHUNK - 1, 1, 0)
+        D = D * exp2(G.load(gl.SliceLayout(0, STATE)))[None, :]
+        gamma = exp2(G.load(gl.SliceLayout(0, ACC)))
+        U = gl.zeros([HALF, CHUNK], gl.float32, ACC)
+        U = warpgroup_mma(d, k.permute((1, 0)), U, is_async=True)
+        D = warpgroup_mma(do, q, D, is_async=True)
+        U, d = warpgroup_mma_wait(1, deps=[U, d])
+        u = gl.convert_layout((U * gamma[None, :]).to(gl.bfloat16), STATE_LEFT)
+        D = warpgroup_mma(u, y, D, is_async=True)
+        D = warpgroup_mma_wait(0, deps=[D, u, y, do, q, k])[0]
+        mbarrier.arrive(free.index(b), count=1)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage = stage + 1
+        phase = gl.where(stage == STAGES, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES, 0, stage)
+    gl.store(entering + state + key[None, :] * HEAD_DIM + (first + late(value))[:, None], D)
+    store_wait(0)
+
+
+def adjoint(
+    q: Tensor, k: Tensor, do: Tensor, made: Prepared, leaving: Tensor, segments: Tensor, scale: float,
+    *, states: bool, halves: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Launches the kernel; q, k [T, H, 128], do [T, HV, 128] bf16, rows of any pitch; leaving [S, HV, K, V] fp32, the
+    adjoint of exit states; segments as the kernel has them; programs on halves of V or on all of it.
+
+    Returns the adjoint of entry states, like leaving, and with `states` D at the end of every chunk [NC, HV, V, K]
+    bf16, transposed. Without, the walk begins where the entry state begins to feel it.
+    """
+    H, (HV, NC) = k.shape[1], made.reach.shape
+    A, G, broken, reach = made
+    entering = torch.empty_like(leaving)
+    written = do.new_empty(NC, HV, 128, 128) if states else None
+    if len(segments):
+        A_tiles = tiles(A, 64, 64, 64)
+        launch(
+            adjoint_kernel, (len(segments) * HV * (1 + halves),), row_tiles(q), row_tiles(k),
+            row_tiles(do, 64 if halves else 128), A_tiles, tiles(G, 64, 1, 64),
+            A_tiles if written is None else tiles(written, 128, 64, 128), leaving, entering, broken, reach, segments,
+            NC, math.log2(scale), H=H, GROUP=HV // H, HALVES=halves, STATES=states, num_warps=4, **LAUNCH,
+        )  # fmt: skip
+    return entering, written
