@@ -45,19 +45,22 @@ from deltaspan.kernels.hopper.gluon import (
 )
 from deltaspan.kernels.hopper.prep import Prepared
 
-# A walk holds D in 64 registers, what it reads of it in 32, U in 32 and operands.
-LAUNCH = {"STAGES": 3, "CHAIN_REGISTERS": 176, "PREPARE_REGISTERS": 136}
+# Three stages, two of dO and both halves of D on their way out fill the shared memory. A walk holds D in 64 registers,
+# its narrow copy in 32, U in 32 and operands; `prepare` holds Y or Q' in 64, P in 32, and spills under Triton 3.9 with
+# fewer than 152.
+LAUNCH = {"CHAIN_REGISTERS": 168, "PREPARE_REGISTERS": 152}
 
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
 HALF = gl.constexpr(64)  # of V, a warpgroup's share
+STAGES = gl.constexpr(3)  # of q, k, A and G: one more than of dO, so that room for dO says that there is room for them
 
 
 @gluon.jit
 def adjoint_kernel(
     q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, state_tiles, leaving, entering, broken, reach, segments, NC,
     scale_log2, H: gl.constexpr, GROUP: gl.constexpr, HALVES: gl.constexpr, STATES: gl.constexpr,
-    STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+    CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles (descriptors): q, k [T, H * 128], do [T, HV * 128] by [64, 128], do by [64, 64] with HALVES; A
     [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; states [NC * HV * 128, 128] by [64, 128], the rows
@@ -90,38 +93,36 @@ def adjoint_kernel(
     gs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], G_tiles.layout)
     dos = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, WALKS * HALF], do_tiles.layout)
     ys = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
-    ds = gl.allocate_shared_memory(gl.bfloat16, [WALKS if STATES else 1, HALF, HEAD_DIM], state_tiles.layout)
+    outs = gl.allocate_shared_memory(gl.bfloat16, [WALKS if STATES else 1, HALF, HEAD_DIM], state_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    given = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # dO
+    do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for j in gl.static_range(STAGES):
         mbarrier.init(full.index(j), count=1)
-        mbarrier.init(empty.index(j), count=WALKS)
     for j in gl.static_range(2):
-        mbarrier.init(given.index(j), count=1)
+        mbarrier.init(do_full.index(j), count=1)
         mbarrier.init(ready.index(j), count=1)
         mbarrier.init(free.index(j), count=WALKS)
 
     h = hv // GROUP
     walking = (
-        state_tiles, leaving, entering, qs, ks, gs, dos, ys, ds, full, empty, given, ready, free, chunk * HV + hv, n,
+        state_tiles, leaving, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, chunk * HV + hv, n,
         place, felt, first,
     )  # fmt: skip
     preparing = (
-        qs, ks, ws, gs, dos, ys, full, given, ready, free, broken + h * NC + chunk, end - begin, n, scale_log2,
+        qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken + h * NC + chunk, end - begin, n, scale_log2,
     )  # fmt: skip
     loading = (
-        q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, qs, ks, ws, gs, dos, full, empty, given, free, begin,
-        hv * NC + chunk, n, h * HEAD_DIM, hv * HEAD_DIM + first,
+        q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, qs, ks, ws, gs, dos, full, do_full, free, begin, hv * NC + chunk,
+        n, h * HEAD_DIM, hv * HEAD_DIM + first,
     )  # fmt: skip
     if HALVES:
         gl.warp_specialize(
             [
-                (walk, (walking, HV, 0, STAGES, STATES)),
-                (prepare, (preparing, STAGES)),
-                (load, (loading, STAGES)),
+                (walk, (walking, HV, 0, STATES)),
+                (prepare, preparing),
+                (load, loading),
             ],
             [4, 1],
             [PREPARE_REGISTERS, 24],
@@ -129,10 +130,10 @@ def adjoint_kernel(
     else:
         gl.warp_specialize(
             [
-                (walk, (walking, HV, 0, STAGES, STATES)),
-                (walk, (walking, HV, HALF, STAGES, STATES)),
-                (prepare, (preparing, STAGES)),
-                (load, (loading, STAGES)),
+                (walk, (walking, HV, 0, STATES)),
+                (walk, (walking, HV, HALF, STATES)),
+                (prepare, preparing),
+                (load, loading),
             ],
             [4, 4, 1],
             [CHAIN_REGISTERS, PREPARE_REGISTERS, 24],
@@ -140,39 +141,35 @@ def adjoint_kernel(
 
 
 @gluon.jit
-def load(loading, STAGES: gl.constexpr):
-    """Tiles of every chunk, from the last on; of dO, which only the walk reads, two at most."""
-    (
-        q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, qs, ks, ws, gs, dos, full, empty, given, free, begin, row, n,
-        key_column, value_column,
-    ) = loading  # fmt: skip
+def load(
+    q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, qs, ks, ws, gs, dos, full, do_full, free, begin, row, n, key_column,
+    value_column,
+):  # fmt: skip
+    """Tiles of every chunk, from the last on; those of dO, which only the walk reads, two ahead at most."""
     BYTES: gl.constexpr = 2 * CHUNK * HEAD_DIM * 2 + CHUNK * CHUNK * 2 + CHUNK * 4
     stage = 0
-    phase = 0
     for i in range(n):
         b = i & 1
         c = n - 1 - i
         token = begin + c * CHUNK
-        mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), BYTES)
         load_tile(k_tiles, [token, key_column], full.index(stage), ks.index(stage))
         load_tile(q_tiles, [token, key_column], full.index(stage), qs.index(stage))
         load_tile(A_tiles, [(row + c) * CHUNK, 0], full.index(stage), ws.index(stage))
         load_tile(G_tiles, [row + c, 0], full.index(stage), gs.index(stage))
         mbarrier.wait(free.index(b), ((i >> 1) & 1) ^ 1)
-        mbarrier.expect(given.index(b), CHUNK * dos.shape[2] * 2)
-        load_tile(do_tiles, [token, value_column], given.index(b), dos.index(b))
+        mbarrier.expect(do_full.index(b), CHUNK * dos.shape[2] * 2)
+        load_tile(do_tiles, [token, value_column], do_full.index(b), dos.index(b))
         stage = stage + 1
-        phase = gl.where(stage == STAGES, phase ^ 1, phase)
         stage = gl.where(stage == STAGES, 0, stage)
 
 
 @gluon.jit
-def prepare(preparing, STAGES: gl.constexpr):
+def prepare(qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken, tokens, n, scale_log2):
     """-Y and Q' of every chunk, two ahead at most."""
-    qs, ks, ws, gs, dos, ys, full, given, ready, free, broken, tokens, n, scale_log2 = preparing
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
     column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
@@ -192,33 +189,29 @@ def prepare(preparing, STAGES: gl.constexpr):
         G = gs.index(stage).reshape([CHUNK])
         held = tokens - c * CHUNK
         if held < CHUNK:
-            mbarrier.wait(given.index(b), (i >> 1) & 1)
+            mbarrier.wait(do_full.index(b), (i >> 1) & 1)
             clear_behind(q, held)
             clear_behind(k, held)
             clear_behind(dos.index(b), held)
             fence_async_shared()
             barrier()
-        if first_broken < CHUNK:
+        if first_broken < CHUNK:  # a and gamma come from here
             G.store(gl.full([CHUNK], float("nan"), gl.float32, FLAT))
             barrier()
         P = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
         P = warpgroup_mma(q, k.permute((1, 0)), P, is_async=True)
-        P = warpgroup_mma_wait(0, deps=[P, q, k])[0]
+        Y = gl.zeros([CHUNK, HEAD_DIM], gl.float32, WIDE)
+        Y = warpgroup_mma(a, k, Y, is_async=True)
+        P = warpgroup_mma_wait(1, deps=[P])
         p = gl.convert_layout(gl.where(low, P, 0.0).to(gl.bfloat16), LEFT)
-        for half in gl.static_range(2):
-            Y = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
-            Y = warpgroup_mma(a, k.slice(half * CHUNK, CHUNK, 1), Y, is_async=True)
-            Y = warpgroup_mma_wait(0, deps=[Y, a, k])[0]
-            y.slice(half * CHUNK, CHUNK, 1).store((-Y).to(gl.bfloat16))
+        Y = warpgroup_mma_wait(0, deps=[Y, q, a, k])[0]
+        y.store((-Y).to(gl.bfloat16))
         fence_async_shared()
         barrier()
-        decay = exp2(G.load(gl.SliceLayout(1, ACC)) + scale_log2)
-        for half in gl.static_range(2):
-            reads = q.slice(half * CHUNK, CHUNK, 1)
-            Q = reads.load(ACC).to(gl.float32)
-            Q = warpgroup_mma(p, y.slice(half * CHUNK, CHUNK, 1), Q, is_async=True)
-            Q = warpgroup_mma_wait(0, deps=[Q, p, y])[0]
-            reads.store((Q * decay[:, None]).to(gl.bfloat16))
+        decay = exp2(G.load(gl.SliceLayout(1, WIDE)) + scale_log2)
+        Q = warpgroup_mma(p, y, q.load(WIDE).to(gl.float32), is_async=True)
+        Q = warpgroup_mma_wait(0, deps=[Q, p, y])[0]
+        q.store((Q * decay[:, None]).to(gl.bfloat16))
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready.index(b), count=1)
@@ -228,12 +221,12 @@ def prepare(preparing, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def walk(walking, HV: gl.constexpr, HELD: gl.constexpr, STAGES: gl.constexpr, STATES: gl.constexpr):
+def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
     """The chain over 64 of the channels of V, from HELD on of those in shared memory, which begin with `first`."""
     (
-        state_tiles, leaving, entering, qs, ks, gs, dos, ys, ds, full, empty, given, ready, free, row, n, place, felt,
+        state_tiles, leaving, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, row, n, place, felt,
         first,
-    ) = walking  # fmt: skip
+    ) = given  # fmt: skip
     first = first + HELD
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -254,17 +247,9 @@ def walk(walking, HV: gl.constexpr, HELD: gl.constexpr, STAGES: gl.constexpr, ST
         y = ys.index(b)
         do = dos.index(b).slice(HELD, HALF, 1).permute((1, 0))
         narrow = D.to(gl.bfloat16)
-        if STATES:
-            out = ds.index(HELD // HALF)
-            store_wait(0)
-            barrier()
-            out.store(narrow)
-            fence_async_shared()
-            barrier()
-            store_tile(state_tiles, [(row + (n - 1 - i) * HV) * HEAD_DIM + first, 0], out)
         d = gl.convert_layout(narrow, LEFT)
         mbarrier.wait(full.index(stage), phase)
-        mbarrier.wait(given.index(b), (i >> 1) & 1)
+        mbarrier.wait(do_full.index(b), (i >> 1) & 1)
         mbarrier.wait(ready.index(b), (i >> 1) & 1)
         G = gs.index(stage).reshape([CHUNK]).slice(CHUNK - 1, 1, 0)
         D = D * exp2(G.load(gl.SliceLayout(0, STATE)))[None, :]
@@ -272,12 +257,19 @@ def walk(walking, HV: gl.constexpr, HELD: gl.constexpr, STAGES: gl.constexpr, ST
         U = gl.zeros([HALF, CHUNK], gl.float32, ACC)
         U = warpgroup_mma(d, k.permute((1, 0)), U, is_async=True)
         D = warpgroup_mma(do, q, D, is_async=True)
+        if STATES:  # while the products run
+            out = outs.index(HELD // HALF)
+            store_wait(0)
+            barrier()
+            out.store(narrow)
+            fence_async_shared()
+            barrier()
+            store_tile(state_tiles, [(row + (n - 1 - i) * HV) * HEAD_DIM + first, 0], out)
         U, d = warpgroup_mma_wait(1, deps=[U, d])
         u = gl.convert_layout((U * gamma[None, :]).to(gl.bfloat16), STATE_LEFT)
         D = warpgroup_mma(u, y, D, is_async=True)
         D = warpgroup_mma_wait(0, deps=[D, u, y, do, q, k])[0]
         mbarrier.arrive(free.index(b), count=1)
-        mbarrier.arrive(empty.index(stage), count=1)
         stage = stage + 1
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
         stage = gl.where(stage == STAGES, 0, stage)

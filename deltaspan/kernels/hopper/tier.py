@@ -1,6 +1,6 @@
-"""The stages of the forward on sm_90, as `kernels/stages.py` names them.
+"""The stages on sm_90, as `kernels/stages.py` names them, but for `gradients`, which is still to come.
 
-The backward's are still to come, but for the convolution's, which are the torch tier's.
+The backward of the convolution is the torch tier's.
 """
 
 from typing import NamedTuple
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltaspan.kernels.hopper.adjoint import adjoint as walked_back
 from deltaspan.kernels.hopper.compose import chain, merge
 from deltaspan.kernels.hopper.conv import convolve
 from deltaspan.kernels.hopper.forward import forward
@@ -20,8 +21,12 @@ from deltaspan.kernels.torch.inputs import ready
 
 __all__ = [
     "KEPT_TENSORS",
+    "Adjoint",
     "Tape",
     "activation_gradient",
+    "adjoint_prep",
+    "adjoint_summary",
+    "adjoint_walk",
     "chain",
     "conv_gradients",
     "convolve",
@@ -47,6 +52,13 @@ class Tape(NamedTuple):
     made: Prepared
     grid: Grid
     scale: float
+
+
+class Adjoint(NamedTuple):
+    """A tape with the output's gradient."""
+
+    tape: Tape
+    do: Tensor  # [T, HV, 128] bf16
 
 
 def prep(
@@ -84,6 +96,23 @@ def walk(
     return o, exit, None
 
 
+def adjoint_prep(tape: Tape, do: Tensor) -> Adjoint:
+    """Joins the output's gradient do [T, HV, 128] bf16 to a tape."""
+    return Adjoint(tape, _by_rows(do))
+
+
+def adjoint_summary(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> Tensor:
+    """The adjoint of each run's entry state, for the adjoint `leaving` of its exit state: both [n, HV, 128, 128]."""
+    entering, _ = _walked_back(adjoint, runs, leaving, states=False)
+    return entering
+
+
+def adjoint_walk(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> tuple[Tensor, Tensor]:
+    """Walks every run back from the true adjoint [n, HV, 128, 128] of its exit state to that of its entry state; with D
+    at the end of every chunk [NC, HV, V, K] bf16."""
+    return _walked_back(adjoint, runs, leaving, states=True)
+
+
 def keep(tape: Tape, states: None) -> tuple[Tensor, ...]:
     return ()
 
@@ -95,6 +124,12 @@ def kept_bytes(chunks: int, *, HV: int, K: int, V: int, state_size: int) -> int:
 def _walked(tape: Tape, runs: Runs, entry: Tensor, **what: bool) -> tuple[Tensor | None, Tensor | None]:
     operands = tape.q, tape.k, tape.v, tape.made, entry.contiguous(), runs.table, tape.scale
     return forward(*operands, halves=runs.halves, **what)
+
+
+def _walked_back(adjoint: Adjoint, runs: Runs, leaving: Tensor, *, states: bool) -> tuple[Tensor, Tensor | None]:
+    tape = adjoint.tape
+    operands = tape.q, tape.k, adjoint.do, tape.made, leaving.contiguous(), runs.table, tape.scale
+    return walked_back(*operands, states=states, halves=runs.halves)
 
 
 def _by_rows(x: Tensor) -> Tensor:
