@@ -10,7 +10,7 @@ from deltaspan.reference import chunked_gated_delta_rule
 from tests.emulator import DeviceFault, path_of, seeded
 from tests.helpers import same_bits
 from tests.kernels import test_hopper
-from tests.kernels.test_hopper import BF16, SCALE, TIER, Problem, drawn, machine, relative  # noqa: F401
+from tests.kernels.test_hopper import BF16, SCALE, TIER, Problem, drawn, relative
 
 # Of a chunk: D, U, Y, P and Q' are rounded to bf16 and A was, about as many roundings as the forward has: BF16 holds.
 
@@ -55,6 +55,10 @@ class Machine(test_hopper.Machine):
         with seeded(seed):
             return run(g.x.q, g.x.k, g.do, made, g.leaving, g.x.segments, SCALE, states=states, **options)
 
+    def both(self, g: Given) -> list[Tensor]:
+        """Of the walk: adjoints of entry states and of all chunks; and of entry states alone."""
+        return [*self.adjoint(g), self.adjoint(g, states=False)[0]]
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
@@ -78,96 +82,98 @@ def test_adjoints_of_entry_states_and_of_every_chunk(rng: torch.Generator, devic
     found_and_true(given(rng, [100, 1, 64, 150], 2, decay), device, seed=3)
 
 
-@pytest.mark.parametrize(("H", "group"), [(1, 1), (2, 3), (1, 4)])
+@pytest.mark.parametrize(("H", "group"), [(2, 3), (1, 4)])
 def test_any_heads(rng: torch.Generator, device: str, H: int, group: int) -> None:
-    found_and_true(given(rng, [70, 20], H=H, group=group), device)
+    found_and_true(given(rng, [70], H=H, group=group), device)
 
 
 def test_rows_at_a_pitch(rng: torch.Generator, device: str) -> None:
-    g = given(rng, [70], H=2, group=1).to(device)
-    packed = torch.cat([g.x.q, g.x.k, g.do], dim=1)
-    q, k, do = packed.split(2, dim=1)
-    for a, b in zip(
-        Machine(device).adjoint(g), Machine(device).adjoint(Given(g.x._replace(q=q, k=k), do, g.leaving)), strict=True
-    ):
-        assert torch.equal(a, b)
+    dense = given(rng, [70], H=2, group=1).to(device)
+    q, k, do = torch.cat([dense.x.q, dense.x.k, dense.do], dim=1).split(2, dim=1)
+    packed = Given(dense.x._replace(q=q, k=k), do, dense.leaving)
+    assert all(map(torch.equal, Machine(device).adjoint(dense), Machine(device).adjoint(packed)))
 
 
 def test_the_order_of_partitions_changes_no_bit(rng: torch.Generator) -> None:
     g = given(rng, [200], group=1)
     first = Machine("cpu").adjoint(g, seed=0)
-    for seed in range(1, 4):
-        assert all(torch.equal(a, b) for a, b in zip(Machine("cpu").adjoint(g, seed=seed), first, strict=True))
+    for seed in range(1, 3):
+        assert all(map(torch.equal, Machine("cpu").adjoint(g, seed=seed), first))
 
 
 @pytest.mark.parametrize("states", [True, False])
 def test_halves_of_v_give_the_same_bits(rng: torch.Generator, device: str, states: bool) -> None:
-    g = given(rng, [150, 1, 70], H=2, group=1, decay="slow").to(device)
-    g.x.k[45] *= 1.3  # a broken promise, too
+    g = given(rng, [130, 1], H=2, group=1, decay="slow").to(device)
+    g.x.k[45, 1] *= 1.3  # a broken promise, too
     whole, halves = (Machine(device).adjoint(g, seed=3, states=states, halves=h) for h in (False, True))
-    assert same_bits(whole[0], halves[0])
+    assert same_bits(whole[0], halves[0]) and whole[0][0, 0].isfinite().all()
     assert same_bits(whole[1], halves[1]) if states else whole[1] is halves[1] is None
 
 
 def test_entry_states_alone_are_those_of_the_walk(rng: torch.Generator, device: str) -> None:
     """To the bit, where nothing decays away."""
-    g = given(rng, [300, 64, 5], decay="slow").to(device)
-    assert torch.equal(Machine(device).adjoint(g, states=False)[0], Machine(device).adjoint(g)[0])
+    g = given(rng, [200, 64, 5], group=1, decay="slow").to(device)
+    entering, _, alone = Machine(device).both(g)
+    assert torch.equal(alone, entering)
 
 
 def test_what_decays_away_is_not_walked(rng: torch.Generator, device: str) -> None:
     """To fp32's last bits. Nothing is skipped where nobody knows what decays."""
-    g = given(rng, [64 * 6 + 9], group=1).to(device)
-    g.x.g[:] = -0.5  # e^-32 a chunk
-    whole, alone = Machine(device).adjoint(g)[0], Machine(device).adjoint(g, states=False)[0]
+    g = given(rng, [64 * 3 + 9], group=1).to(device)
+    g.x.g[:] = -1.0  # e^-64 a chunk: the first two are felt
+    whole, _, alone = Machine(device).both(g)
     assert relative(alone, whole.cpu().double()) < 1e-7
-    g.do[64 * 5 :] = torch.nan  # nor read
+    g.do[64 * 2 :] = torch.nan
     assert torch.equal(Machine(device).adjoint(g, states=False)[0], alone)
+    g.do[64 * 2 - 1] = torch.nan
+    assert Machine(device).adjoint(g, states=False)[0].isnan().all()
+    g.do[:] = 1.0
+    g.leaving[0, 0, 3, 100] = torch.nan
+    assert Machine(device).adjoint(g, states=False)[0][0, 0, :, 100].isnan().any()
+    g.leaving[:] = 1.0
     for broken in (g.x.g, g.x.beta):
-        spoilt = broken[380].clone()
-        broken[380] = torch.nan
+        spoilt = broken[200].clone()
+        broken[200] = torch.nan
         assert Machine(device).adjoint(g, states=False)[0].isnan().all()
-        broken[380] = spoilt
+        broken[200] = spoilt
 
 
 def test_each_head_begins_where_it_is_felt(rng: torch.Generator, device: str) -> None:
     """Decay that differs by head and chunk: what is not felt is not read, what is felt is."""
-    n = 130 if device == "cuda" else 5  # 130: more than are summed at once
+    n = 130 if device == "cuda" else 3  # 130: more than are summed at once
     g = given(rng, [64 * n + 7], group=3, decay="none")
-    g.x.g[64 * 2 : 64 * 3, 0] = -2.0
+    g.x.g[:64, 0] = -2.0
     g.x.g[64 * (n - 1) : 64 * n, 1] = -2.0
-    clean = Machine(device).adjoint(g.to(device), states=False)[0]
-    for h, end in {0: 64 * 3, 1: 64 * n, 2: 64 * n + 7}.items():  # of each head, behind what is felt
+    run = lambda: Machine(device).adjoint(g.to(device), states=False)[0][0]  # noqa: E731
+    clean = run()
+    ends = (64, 64 * n, 64 * n + 7)  # of what each head feels
+    for h, end in enumerate(ends):
         g.do[end:, h] = torch.nan
-        assert clean[0, h].any()
-        assert torch.equal(Machine(device).adjoint(g.to(device), states=False)[0], clean)
-        last = g.do[end - 1, h].clone()
+    assert torch.equal(run(), clean) and all(x.any() for x in clean)
+    for h, end in enumerate(ends):
         g.do[end - 1, h] = torch.nan
-        found = Machine(device).adjoint(g.to(device), states=False)[0][0]
-        assert found[h].isnan().all() and all(torch.equal(found[i], clean[0, i]) for i in range(3) if i != h)
-        g.do[end - 1, h] = last
+    assert run().isnan().all()
 
 
-@pytest.mark.parametrize("too_long", [1.02, 1.2])  # |k|^2 of 1.04, and more
-def test_a_long_key_is_loud_and_nothing_else_is(rng: torch.Generator, device: str, too_long: float) -> None:
-    """All of what leaves the chunk backwards is NaN, however much decays before it is felt."""
-    g = given(rng, [200, 90], H=2, group=1, decay="none")
+def test_a_long_key_is_loud_and_nothing_else_is(rng: torch.Generator, device: str) -> None:
+    """All of what leaves its chunk backwards is NaN, however much decays before it is felt."""
+    g = given(rng, [140, 5], H=2, group=1, decay="none")
     g.x.g[:64] = -2.0
-    clean = [*Machine(device).adjoint(g.to(device)), Machine(device).adjoint(g.to(device), states=False)[0]]
-    g.x.k[130, 1] *= too_long  # in the third of four chunks
-    found = [*Machine(device).adjoint(g.to(device)), Machine(device).adjoint(g.to(device), states=False)[0]]
-    for loud, were in ((found[0][0, 1], clean[0][0, 1]), (found[1][:2, 1], clean[1][:2, 1]), (found[2][0, 1], None)):
-        assert loud.isnan().all()
-        loud.copy_(clean[2][0, 1] if were is None else were)
+    clean = Machine(device).both(g.to(device))
+    g.x.k[70, 1] *= 1.02  # in the second of three chunks; |k|^2 of 1.04
+    found = Machine(device).both(g.to(device))
+    for now, were in zip(found, clean, strict=True):
+        assert now[0, 1].isnan().all()  # of a segment, or at the end of the first chunk
+        now[0, 1] = were[0, 1]
     assert all(map(torch.equal, found, clean))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "do"])
 def test_what_stands_behind_a_fragment_is_not_read(rng: torch.Generator, device: str, name: str) -> None:
-    g = given(rng, [70, 30])
-    clean = [*Machine(device).adjoint(g.to(device)), Machine(device).adjoint(g.to(device), states=False)[0]]
+    g = given(rng, [70, 10], group=1)
+    clean = Machine(device).both(g.to(device))
     (g.do if name == "do" else getattr(g.x, name))[70:] = torch.nan
-    found = [*Machine(device).adjoint(g.to(device)), Machine(device).adjoint(g.to(device), states=False)[0]]
+    found = Machine(device).both(g.to(device))
     for now, before, held in zip(found, clean, (1, 2, 1), strict=True):  # segments, chunks, segments
         assert torch.equal(now[:held], before[:held])
     assert found[0][1].isnan().any() and found[2][1].isnan().any()
@@ -175,13 +181,15 @@ def test_what_stands_behind_a_fragment_is_not_read(rng: torch.Generator, device:
 
 READY = "        mbarrier.wait(ready.index(b), (i >> 1) & 1)\n"
 ARRIVE = "        barrier()\n        mbarrier.arrive(ready.index(b), count=1)\n"
+BROKEN = "        first_broken = gl.load(broken + c)\n"
+ROOM = "        mbarrier.wait(free.index(b), ((i >> 1) & 1) ^ 1)\n"
 FAULTS = {
     "no wait for what is prepared": (READY, ""),
     "no wait for dO": (f"        mbarrier.wait(do_full.index(b), (i >> 1) & 1)\n{READY}", READY),
-    "no wait for room": ("        mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),
-    "no wait for room for dO": (
-        "        mbarrier.wait(free.index(b), ((i >> 1) & 1) ^ 1)\n        mbarrier.expect", "        mbarrier.expect"
-    ),
+    "no wait for keys": (f"{BROKEN}        mbarrier.wait(full.index(stage), phase)\n", BROKEN),
+    "no wait for room": (f"{ROOM}        mbarrier.expect", "        mbarrier.expect"),
+    "no wait for room for Y": (f"{ROOM}{BROKEN}", BROKEN),
+    "two stages": ("STAGES = gl.constexpr(3)", "STAGES = gl.constexpr(2)"),
     "bytes of one tile too many": ("2 * CHUNK * HEAD_DIM * 2", "3 * CHUNK * HEAD_DIM * 2"),
     "a half walked for the other": ("    first = first + HELD\n", ""),
     "dO of the other half": (".slice(HELD, HALF, 1)", ".slice(0, HALF, 1)"),
@@ -189,32 +197,31 @@ FAULTS = {
     "q not cleared in a tail": ("            clear_behind(q, held)\n", ""),
     "k not cleared in a tail": ("            clear_behind(k, held)\n", ""),
     "no fence": (f"        fence_async_shared()\n{ARRIVE}", ARRIVE),
-    "Q' read before it is computed": ("        U, d = warpgroup_mma_wait(1, deps=[U, d])\n", ""),
+    "U read before it is computed": ("        U, d = warpgroup_mma_wait(1, deps=[U, d])\n", ""),
     "D overwritten on its way out": ("            store_wait(0)\n", ""),
     "D of another chunk": ("(n - 1 - i) * HV", "i * HV"),
-    "products of later queries": ("gl.where(low, P, 0.0)", "P"),
+    "later keys read": ("gl.where(low, P, 0.0)", "P"),
     "the sign of Y": ("(-Y)", "Y"),
     "decay of U forgotten": ("U * gamma[None, :]", "U"),
-    "felt from the end": (", FROM_START=True", ""),
+    "decay of D forgotten": ("D * exp2(G.load(gl.SliceLayout(0, STATE)))[None, :]", "D * 1.0"),
     "first to last": ("        c = n - 1 - i\n        token", "        c = i\n        token"),
-    "late arrival": ("        mbarrier.arrive(empty.index(stage), count=1)\n", ""),
+    "late arrival": ("        mbarrier.arrive(free.index(b), count=1)\n", ""),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def planted() -> tuple[Given, list[Tensor]]:
     """Of two segments the second is NaN, at which nobody looks, and what the kernel makes of the first."""
-    g = given(torch.Generator().manual_seed(5), [64 * 3 + 9, 70], decay="none")
+    g = given(torch.Generator().manual_seed(5), [64 * 3 + 9, 5], group=1, decay="none")
     g.x.g[:201] = -0.01
-    g.x.g[64 * 2 : 64 * 3, 1] = -2.0  # of the second head the last chunk is not felt, from the end even less
     for x in (g.x.q, g.x.k, g.do):
         x[201:] = torch.nan
-    return g, seen(Machine("cpu"), g)
+    return g, of_the_first(Machine("cpu"), g)
 
 
-def seen(machine: Machine, g: Given) -> list[Tensor]:  # noqa: F811
+def of_the_first(machine: Machine, g: Given) -> list[Tensor]:
     entering, D = machine.adjoint(g)
-    return [entering[0], D[:4], machine.adjoint(g, states=False)[0][0]]
+    return [entering[0], D[:4]]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -224,7 +231,7 @@ def test_planted_faults_are_seen(planted: tuple[Given, list[Tensor]], fault: str
     assert before in source
     g, clean = planted
     try:
-        found = seen(Machine("cpu", {"adjoint": source.replace(before, after)}), g)
+        found = of_the_first(Machine("cpu", {"adjoint": source.replace(before, after)}), g)
     except DeviceFault:
         return
     assert not all(map(torch.equal, found, clean))

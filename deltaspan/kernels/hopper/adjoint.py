@@ -16,7 +16,8 @@ program walks one half of V: the same products, so the same bits. Rows of q, k a
 zero in shared memory before anything is computed from them.
 
 With STATES the walk also writes D at the end of every chunk, for the gradients. Without, only the adjoint of the entry
-state is wanted, which feels the first chunks of a segment: it begins with the last of those.
+state is wanted, which feels the first chunks of a segment: the walk begins at the last of those, with the adjoint of
+the exit state all the same, of which nothing is left at the entry.
 
 A key that breaks the promise of unit keys turns the adjoint that leaves its chunk into NaN, all of it, by way of G.
 """
@@ -81,11 +82,8 @@ def adjoint_kernel(
     chunk = gl.load(segment + 2)
     place = gl.load(segment + 3) * HV + hv
     n = (end - begin + CHUNK - 1) // CHUNK
-    felt = 1.0
     if not STATES:
-        walked = chunks_felt(reach + hv.to(gl.int64) * NC + chunk, n, FROM_START=True)
-        felt = gl.where(walked < n, 0.0, 1.0)
-        n = walked
+        n = chunks_felt(reach + hv.to(gl.int64) * NC + chunk, n, FROM_START=True)
 
     qs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], q_tiles.layout)  # Q, and Q' in its place
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], k_tiles.layout)
@@ -108,7 +106,7 @@ def adjoint_kernel(
     h = hv // GROUP
     walking = (
         state_tiles, leaving, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, chunk * HV + hv, n,
-        place, felt, first,
+        place, first,
     )  # fmt: skip
     preparing = (
         qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken + h * NC + chunk, end - begin, n, scale_log2,
@@ -224,8 +222,7 @@ def prepare(qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken, tokens,
 def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
     """The chain over 64 of the channels of V, from HELD on of those in shared memory, which begin with `first`."""
     (
-        state_tiles, leaving, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, row, n, place, felt,
-        first,
+        state_tiles, leaving, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, row, n, place, first,
     ) = given  # fmt: skip
     first = first + HELD
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -236,8 +233,6 @@ def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
     key = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
     state = place.to(gl.int64) * (HEAD_DIM * HEAD_DIM)
     D = gl.load(leaving + state + key[None, :] * HEAD_DIM + (first + value)[:, None])
-    if not STATES:
-        D = gl.where(felt > 0.0, D, 0.0)
     stage = 0
     phase = 0
     for i in range(n):
