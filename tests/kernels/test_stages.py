@@ -52,7 +52,7 @@ class Problem:
         vars(self).update(changes)
         self.states = draw(len(LENGTHS) - 1, self.HV, self.K, self.V)  # the empty document has no fragment
         if self.hopper:
-            narrow = {name: getattr(self, name).to(torch.bfloat16) for name in ("q", "k", "v")}
+            narrow = {name: getattr(self, name).to(torch.bfloat16) for name in ("q", "k", "v", "do")}
             narrow |= {name: getattr(self, name).float() for name in ("g", "beta", "states")}
             vars(self).update({name: x.to(self.device) for name, x in narrow.items()})
         self.view = ds.build_context(ds.partition(self.cu, 1), device=self.device)._views[0]
@@ -75,6 +75,12 @@ class Problem:
     def walk(self, states: Tensor | None = None, *, output: bool = True):
         return self.tier.walk(self.tape(), self.cut.every, self.states if states is None else states, output=output)
 
+    def walk_back(self, leaving: Tensor) -> Tensor:
+        """The adjoint of entry states."""
+        adjoint = self.tier.adjoint_prep(self.tape(), self.do)
+        entering, _ = self.tier.adjoint_walk(adjoint, self.cut.every, leaving)
+        return entering
+
     def oracle(self, states: Tensor, *, grads: Tensor | None = None, final: Tensor | None = None):
         """o, final states and gradients of the token recurrence, with the states as every document's initial ones."""
         given = (self.q, self.k, self.v, self.g, self.beta, states)
@@ -84,9 +90,9 @@ class Problem:
             (torch.tensor(kept),), leaves[5]
         )
         o, last = recurrent_gated_delta_rule(*leaves[:5], self.cu, scale=0.3, initial_state=initial)
-        loss = (o * (self.do if grads is None else grads)).sum()
+        loss = (o * (self.do if grads is None else grads).cpu()).sum()
         if final is not None:
-            loss = loss + (last[kept] * final).sum()
+            loss = loss + (last[kept] * final.cpu()).sum()
         loss.backward()
         return o.detach(), last[kept].detach(), [x.grad for x in leaves]
 
@@ -130,15 +136,23 @@ def test_summary_is_the_affine_map_of_a_walk(problem):
     assert torch.equal(problem.tier.transfer(tape, problem.cut.every), M)
 
 
-def test_adjoint_summary_is_the_adjoint_of_the_summary(trained):
+def test_adjoint_summary_is_the_adjoint_of_the_summary(problem):
     """d(leaving + added) = M^T added + d(leaving), with the forward's M."""
-    tape = trained.tape()
-    leaving, added = torch.randn_like(trained.states), torch.randn_like(trained.states)
-    M, _ = trained.tier.summary(tape, trained.cut.every, trained.states)
-    adjoint = trained.tier.adjoint_prep(tape, trained.do)
-    d = trained.tier.adjoint_summary(adjoint, trained.cut.every, leaving)
-    entering, _ = trained.tier.adjoint_walk(adjoint, trained.cut.every, leaving + added)
-    close(trained.tier.merge(M.mT, added, d), entering)
+    tape = problem.tape()
+    leaving, added = torch.randn_like(problem.states), torch.randn_like(problem.states)
+    before = leaving.clone()
+    M = problem.tier.transfer(tape, problem.cut.every)
+    adjoint = problem.tier.adjoint_prep(tape, problem.do)
+    d = problem.tier.adjoint_summary(adjoint, problem.cut.every, leaving)
+    entering, _ = problem.tier.adjoint_walk(adjoint, problem.cut.every, leaving + added)
+    problem.close(problem.tier.merge(M.mT, added, d), entering)
+    assert torch.equal(leaving, before), "the adjoints of exit states were written to"
+
+
+def test_adjoint_walk_gives_the_gradients_of_initial_states(problem):
+    final = torch.randn_like(problem.states)
+    *_, (*_, expected) = problem.oracle(problem.states, final=final)
+    problem.close(problem.walk_back(final), expected)
 
 
 @pytest.mark.parametrize("unit_keys", [True, False])
@@ -212,6 +226,16 @@ def test_outputs_of_hard_inputs(rng, tier, change):
     problem.close(exit, last, bound)
 
 
+@pytest.mark.parametrize("tier", [tier for tier in TIERS if tier != "torch"])
+@pytest.mark.parametrize("change", HARD)
+def test_adjoints_of_hard_inputs(rng, tier, change):
+    """What of the backward a tier has that lacks the gradients."""
+    problem = hardened(rng, tier, change)
+    final = torch.randn_like(problem.states)
+    *_, (*_, expected) = problem.oracle(problem.states, final=final)
+    problem.close(problem.walk_back(final), expected)
+
+
 @pytest.mark.parametrize("change", HARD)
 def test_gradients_of_hard_inputs(rng, change):
     problem = hardened(rng, "torch", change)
@@ -250,6 +274,14 @@ def test_a_key_that_breaks_the_promise_is_loud(problem):
     problem.close(exit[1:], last[1:])
 
 
+def test_adjoints_of_a_key_that_breaks_the_promise_are_loud(problem):
+    final = torch.randn_like(problem.states)
+    entering = with_a_long_key(problem).walk_back(final)
+    *_, (*_, expected) = problem.oracle(problem.states, final=final)
+    assert entering[0].isnan().all()
+    problem.close(entering[1:], expected[1:])
+
+
 def test_gradients_of_a_key_that_breaks_the_promise(trained):
     dq, dk, dv, *_ = run_backward(with_a_long_key(trained), torch.randn_like(trained.states))[1]
     assert dq[66:70].isnan().all() and dk[:70].isnan().all() and dv[:70].isnan().all()
@@ -272,10 +304,10 @@ def test_nothing_reads_another_documents_rows(problem):
         setattr(problem, name, poisoned)
     o, exit, _ = problem.walk()
     others = [0, 1, 3, 4]
-    by_token, states = [o], [exit]
+    final = torch.randn_like(problem.states)
+    by_token, states = [o], [exit, problem.walk_back(final)]
     if not problem.hopper:
-        entering, grads = run_backward(problem, torch.randn_like(problem.states))
-        by_token, states = [o, *grads[:5]], [exit, entering]
+        by_token += run_backward(problem, final)[1][:5]
     for x in by_token:
         assert x[:start].isfinite().all() and x[stop:].isfinite().all() and x[start:stop].isnan().any()
     assert all(x[others].isfinite().all() for x in states)
