@@ -1,4 +1,4 @@
-"""What each stage of the Hopper tier's forward takes of a device, beside what it must move and compute.
+"""What each stage of the Hopper tier takes of a device, beside what it must move and compute.
 
     python -m deltaspan.bench.stages [--shards NAMES] [--heads H,HV] [--segments P] [--json FILE]
 
@@ -37,6 +37,9 @@ BOUND = 8e-3  # relative RMS against FP64: some ten roundings to bf16, as in the
 LARGE, MIDDLE, SMALL = (2 * n for n in (HEAD_DIM * HEAD_DIM, CHUNK * HEAD_DIM, CHUNK * CHUNK))
 """FLOP a token of products with the state, of a chunk's rows with keys, and within a chunk."""
 
+STATE = 2 * HEAD_DIM * HEAD_DIM // CHUNK
+"""Bytes a token of a bf16 state a chunk."""
+
 
 class Count(NamedTuple):
     """A token of a value head's."""
@@ -52,9 +55,21 @@ COUNTS = {
     "walk on halves": Count(3 * LARGE + 5 * MIDDLE + 2 * SMALL, 4 * HEAD_DIM + 2 * CHUNK + 4, 4 * HEAD_DIM),
     "exit states": Count(2 * LARGE + MIDDLE, 2 * HEAD_DIM + 2 * CHUNK + 4, 2 * HEAD_DIM),
     "maps": Count(4 * LARGE + MIDDLE, 2 * CHUNK, 2 * HEAD_DIM),
+    "adjoint walk": Count(3 * LARGE + 3 * MIDDLE, 2 * HEAD_DIM + 2 * CHUNK + 4 + STATE, 4 * HEAD_DIM),
+    "adjoint walk on halves": Count(3 * LARGE + 6 * MIDDLE, 2 * HEAD_DIM + 2 * CHUNK + 4 + STATE, 4 * HEAD_DIM),
+    "entry adjoints": Count(3 * LARGE + 3 * MIDDLE, 2 * HEAD_DIM + 2 * CHUNK + 4, 4 * HEAD_DIM),
 }
 """Of stages whose work is that of their tokens. What decays away is not walked: then less is done than is counted."""
-WALKS = {"walk": 1, "walk on halves": 2, "exit states": 1, "maps": 1}  # programs a segment and value head
+WALKS = {
+    "walk": 1,
+    "walk on halves": 2,
+    "exit states": 1,
+    "maps": 1,
+    "adjoint walk": 1,
+    "adjoint walk on halves": 2,
+    "entry adjoints": 1,
+}
+"""Programs a segment and value head."""
 
 
 class Problem:
@@ -67,7 +82,9 @@ class Problem:
         self.cut: Segments = ctx._cut(self.view, heads[1], segments)
         self.x: Operands = draw(self.tokens, heads, decay, device=device, seed=seed)
         self.states = torch.randn(self.cut.count, heads[1], HEAD_DIM, HEAD_DIM, device=device)
+        self.leaving = torch.randn_like(self.states)
         self.tape = self.prep()
+        self.adjoint = self.tier.adjoint_prep(self.tape, self.x.do[0])
         self.left = self.states[self.cut.left_slots]
 
     def prep(self) -> Any:
@@ -86,10 +103,18 @@ class Problem:
     def maps(self) -> Tensor:
         return self.tier.transfer(self.tape, self.cut.every)
 
+    def walk_back(self, halves: bool) -> Tensor:
+        every = self.cut.every._replace(halves=halves)
+        return self.tier.adjoint_walk(self.adjoint, every, self.leaving)[0]
+
+    def entry_adjoints(self) -> Tensor:
+        return self.tier.adjoint_summary(self.adjoint, self.cut.every._replace(halves=False), self.leaving)
+
     def calls(self) -> dict[str, Callable[[], object]]:
         stages = {
             "prep": self.prep, "walk": partial(self.walk, False), "walk on halves": partial(self.walk, True),
-            "exit states": self.exits, "maps": self.maps,
+            "exit states": self.exits, "maps": self.maps, "adjoint walk": partial(self.walk_back, False),
+            "adjoint walk on halves": partial(self.walk_back, True), "entry adjoints": self.entry_adjoints,
         }  # fmt: skip
         if len(self.left):
             M, b = self.tier.summary(self.tape, self.cut.left, self.left)
@@ -103,19 +128,27 @@ class Problem:
         q, k = (t[:, begin:end, :1].double() for t in self.x[:2])
         v, g, beta = (t[:, begin:end, :group].double() for t in self.x[2:5])
         truth = partial(chunked_gated_delta_rule, cu_seqlens=[0, end - begin])
-        o, exit = truth(q, k, v, g, beta, initial_state=self.states[place, None, :group].double())
+        state, leaving = (t[place, None, :group].double() for t in (self.states, self.leaving))
+        o, exit = truth(q, k, v, g, beta, initial_state=state.requires_grad_())
+        loss = (o * self.x.do[:, begin:end, :group]).sum() + (exit * leaving).sum()
+        (entering,) = torch.autograd.grad(loss, state)
         unit = torch.eye(HEAD_DIM, dtype=torch.float64, device=v.device).expand(1, group, -1, -1)
         _, M = truth(q, k, torch.zeros_like(v), g, beta, initial_state=unit)
 
         def relative(found: Tensor, truth: Tensor) -> float:
             return ((found.double() - truth).norm() / truth.norm().clamp(min=1e-30)).item()
 
-        walks = {
-            name: self.walk(halves)[begin:end, :group] for name, halves in (("walk", False), ("walk on halves", True))
-        }
-        return {name: relative(found, o[0]) for name, found in walks.items()} | {
-            "exit states": relative(self.exits()[place, :group], exit[0]),
-            "maps": relative(self.maps()[place, :group], M[0]),
+        def of_state(found: Tensor, truth: Tensor) -> float:
+            return relative(found[place, :group], truth[0])
+
+        return {
+            "walk": relative(self.walk(False)[begin:end, :group], o[0]),
+            "walk on halves": relative(self.walk(True)[begin:end, :group], o[0]),
+            "exit states": of_state(self.exits(), exit),
+            "maps": of_state(self.maps(), M),
+            "adjoint walk": of_state(self.walk_back(False), entering),
+            "adjoint walk on halves": of_state(self.walk_back(True), entering),
+            "entry adjoints": of_state(self.entry_adjoints(), entering),
         }
 
 
@@ -169,7 +202,7 @@ def main(
     segments: Annotated[int, typer.Option(help="Into which every document is cut.")] = 11,
     json_to: Annotated[Path | None, typer.Option("--json", help="Write the record to a file.")] = None,
 ) -> None:
-    """Time each stage of the forward against its floor."""
+    """Time each stage against its floor."""
     names = list(LOCAL_SHARDS) if shards == "all" else shards.split(",")
     try:
         chosen = [local_shard(name) for name in names]
