@@ -252,7 +252,7 @@ def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
         U = gl.zeros([HALF, CHUNK], gl.float32, ACC)
         U = warpgroup_mma(d, k.permute((1, 0)), U, is_async=True)
         D = warpgroup_mma(do, q, D, is_async=True)
-        if STATES:  # while the products run
+        if STATES:  # while the products run; the copy engine counts rows, which int32 holds
             out = outs.index(HELD // HALF)
             store_wait(0)
             barrier()
