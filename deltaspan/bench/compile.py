@@ -38,14 +38,15 @@ class Case:
     spills: int = 0  # loads and stores of local memory
 
 
-def _prep(H: int, group: int, shared: int, instructions: int) -> Case:
+def _prep(H: int, group: int, shared: int, instructions: int, *, raw: bool = False) -> Case:
     return Case(
         kernel="deltaspan.kernels.hopper.prep:prep_kernel",
         arguments={
             "k": "*bf16", "g": "*fp32", "beta": "*fp32", "chunks": "*i32", "A": "*bf16", "G": "*fp32", "broken": "*i32",
-            "reach": "*fp32", "NC": "i32", "eighths": "i32",
+            "reach": "*fp32", "NC": "i32", "eighths": "i32", "q": "*bf16", "q_eighths": "i32", "lengths": "*fp32",
+            "A_log": "*fp32", "dt_bias": "*fp32",
         },
-        constants={"H": H, "GROUP": group},
+        constants={"H": H, "GROUP": group, "L2NORM": raw, "GATE": raw, "BIAS": raw, "SIGMOID": 2.0 if raw else 0},
         num_warps=1,
         registers=255,
         shared=shared,
@@ -57,18 +58,20 @@ def _prep(H: int, group: int, shared: int, instructions: int) -> Case:
 WHOLE = 227 * 1024  # bytes of shared memory that a program may have
 A_WALK: dict[str, str] = {
     "k_tiles": "tiles<bf16[64, 128]>", "A_tiles": "tiles<bf16[64, 64]>", "broken": "*i32", "reach": "*fp32",
-    "segments": "*i32", "NC": "i32",
+    "lengths": "*fp32", "segments": "*i32", "NC": "i32",
 }  # fmt: skip
 
 
-def _forward(H: int, group: int, *, output: bool, exits: bool, instructions: int, spills: int = 0) -> Case:
+def _forward(
+    H: int, group: int, *, output: bool, exits: bool, instructions: int, spills: int = 0, l2norm: bool = False
+) -> Case:
     return Case(
         kernel="deltaspan.kernels.hopper.forward:forward_kernel",
         arguments=A_WALK
         | {"q_tiles": "tiles<bf16[64, 128]>", "v_tiles": "tiles<bf16[64, 128]>", "o_tiles": "tiles<bf16[64, 64]>"}
         | {"G_tiles": "tiles<fp32[1, 64]>", "o": "*bf16", "entry": "*fp32", "exit": "*fp32", "scale": "fp32"}
         | {"scale_log2": "fp32"},
-        constants={"H": H, "GROUP": group, "OUTPUT": output, "EXIT": exits},
+        constants={"H": H, "GROUP": group, "L2NORM": l2norm, "OUTPUT": output, "EXIT": exits},
         num_warps=4,
         registers=128,
         shared=WHOLE,
@@ -79,15 +82,15 @@ def _forward(H: int, group: int, *, output: bool, exits: bool, instructions: int
     )
 
 
-def _transfer(H: int, group: int) -> Case:
+def _transfer(H: int, group: int, *, instructions: int = 2750, l2norm: bool = False) -> Case:
     return Case(
         kernel="deltaspan.kernels.hopper.transfer:transfer_kernel",
         arguments=A_WALK | {"G": "*fp32", "M": "*fp32"},
-        constants={"H": H, "GROUP": group, "TERMS": 2},
+        constants={"H": H, "GROUP": group, "TERMS": 2, "L2NORM": l2norm},
         num_warps=4,
         registers=128,
         shared=WHOLE,
-        instructions=2750,
+        instructions=instructions,
         reason="as the forward",
     )
 
@@ -115,12 +118,17 @@ CASES = {
     "prep, 16 key heads x 1": _prep(16, 1, 9 * 1024, 2300),
     "prep, 16 key heads x 3": _prep(16, 3, 18 * 1024, 2900),
     "prep, 2 key heads x 4": _prep(2, 4, 22 * 1024, 3200),
+    "prep of raw operands": _prep(16, 3, 18 * 1024, 3600, raw=True),
     "forward, 16 key heads x 3": _forward(16, 3, output=True, exits=False, instructions=2650),
     "forward, 2 key heads x 4": _forward(2, 4, output=True, exits=False, instructions=2650),
     "forward with exit states": _forward(16, 3, output=True, exits=True, instructions=2800, spills=16),
     "exit states alone": _forward(16, 3, output=False, exits=True, instructions=2250),
+    "forward of raw q and k": _forward(16, 3, output=True, exits=False, instructions=2700, l2norm=True),
+    "the same with exit states": _forward(16, 3, output=True, exits=True, instructions=2900, spills=16, l2norm=True),
+    "exit states of raw keys": _forward(16, 3, output=False, exits=True, instructions=2300, l2norm=True),
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),
+    "transfer of raw keys": _transfer(16, 3, instructions=2900, l2norm=True),
     "merge": _compose("merge_kernel", "M X b out", 1600, WIDTH=128),
     "chain": _compose("chain_kernel", CHAIN_ARGUMENTS, 2000, spills=2, HV=48, MAPS=True),
 }

@@ -183,6 +183,12 @@ def exp2(x: Value) -> Value:
     return Value(torch.where(y < SMALLEST_NORMAL, 0.0, y), x.dtype)
 
 
+def log2(x: Value) -> Value:
+    """lg2.approx.ftz.f32 without its error: subnormals are zeros."""
+    _of_fp32("log2", x)
+    return Value(torch.log2(torch.where(x.held.abs() < SMALLEST_NORMAL, 0.0, x.held)), x.dtype)
+
+
 def _of_fp32(name: str, x: Value) -> None:
     if x.dtype != torch.float32:
         raise TypeError(f"{name} of {x.dtype}: the device has it for fp32 alone")
@@ -209,10 +215,10 @@ def absolute(x: Value) -> Value:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Value], dtype: torch.dtype, is_pure: bool, pack: int
 ) -> Value:
-    """Only what is known here: exp2, and a move, which computes nothing."""
+    """Only what is known here: exp2, log2, and a move, which computes nothing."""
     operation = asm.split()[0]
-    if operation == "ex2.approx.ftz.f32":
-        return exp2(*args)
+    if operation in (known := {"ex2.approx.ftz.f32": exp2, "lg2.approx.ftz.f32": log2}):
+        return known[operation](*args)
     if operation in ("mov.b32", "mov.u32"):
         return args[0]
     raise NotImplementedError(f"the emulator does not know {asm!r}")

@@ -7,6 +7,11 @@ left operand of every product of the chain), A and G of the prep stage, a = 2^G,
     R^T = V^T - a (S^T K^T)                what each token writes, before A mixes them
     O^T = scale a (S^T Q^T) + R^T W^T      S^T <- 2^(G_C) S^T + R^T X
 
+Raw q and k stay as they are. With q_r and r the inverse lengths that prep has left, and A as it stores it then, with rows
+times r, X and tril(Q K^T) A hold for the ready keys, and lengths come in by the same per-token factors as a:
+
+    W and a (S^T Q^T)  times q_r of the token that reads          a (S^T K^T)  times r of the token that is written
+
 Four partitions: two warpgroups walk, one on each half of V; one prepares X, W and a for the next chunk, off the chain;
 one warp loads. Rows of k and v behind a fragment's end, which the loads take from the next document, are set to zero
 in shared memory before anything is computed from them; what q's rows there give is not stored.
@@ -33,6 +38,7 @@ from deltaspan.kernels.hopper.gluon import (
     gluon,
     launch,
     load_tile,
+    log2,
     mbarrier,
     row_tiles,
     store_tile,
@@ -56,8 +62,8 @@ TILE_BYTES = gl.constexpr(64 * 128 * 2)  # of q, k or v
 
 @gluon.jit
 def forward_kernel(
-    q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, o, entry, exit, broken, reach, segments, NC, scale,
-    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, OUTPUT: gl.constexpr, EXIT: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, o, entry, exit, broken, reach, lengths, segments, NC, scale,
+    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: gl.constexpr, EXIT: gl.constexpr,
     STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles (descriptors): q, k [T, H * 128], v [T, HV * 128] by [64, 128]; A [HV * NC * 64, 64] by [64, 64]; G
@@ -65,7 +71,7 @@ def forward_kernel(
 
     o [T, HV, 128] bf16; entry [S, HV, K, V] fp32, exit [E, HV, K, V] fp32; broken [H, NC] int32; reach [HV, NC] fp32;
     segments [S, 4] int32: first token, end, first chunk, place in entry and, with EXIT, in exit. Programs: segments,
-    then heads. Without OUTPUT neither q nor o is touched.
+    then heads. Without OUTPUT neither q nor o is touched, and lengths [2, H, NC, 64] fp32 only with L2NORM.
     """
     HV: gl.constexpr = H * GROUP
     segment = segments + (gl.program_id(0) // HV) * 4
@@ -91,7 +97,10 @@ def forward_kernel(
     xs = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     writes = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)  # a, for what is written
-    reads = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)  # a, for what is read and for the state
+    reads = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)  # a, for what is read and, last, for the state
+    gammas = reads
+    if L2NORM:  # which the state does without
+        gammas = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)
     os = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], o_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -105,14 +114,16 @@ def forward_kernel(
         mbarrier.init(free.index(j), count=2)
 
     h = hv // GROUP
+    own = (h.to(gl.int64) * NC + chunk) * CHUNK
     gl.warp_specialize(
         [
-            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os.index(0), full, empty, ready, free,
-                    begin, end, n, source, hv, HV, scale, felt, 0, STAGES, OUTPUT, EXIT)),
-            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os.index(1), full, empty, ready, free,
-                    begin, end, n, source, hv, HV, scale, felt, HALF, STAGES, OUTPUT, EXIT)),
-            (prepare, (qs, ks, vs, ws, gs, xs, writes, reads, full, ready, free, broken + h * NC + chunk, begin, end, n,
-                       scale_log2, STAGES, OUTPUT)),
+            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, gammas, os.index(0), full, empty, ready, free,
+                    begin, end, n, source, hv, HV, scale, felt, 0, STAGES, L2NORM, OUTPUT, EXIT)),
+            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, gammas, os.index(1), full, empty, ready, free,
+                    begin, end, n, source, hv, HV, scale, felt, HALF, STAGES, L2NORM, OUTPUT, EXIT)),
+            (prepare, (qs, ks, vs, ws, gs, xs, writes, reads, gammas, full, ready, free, broken + h * NC + chunk, lengths + own,
+                       H * NC * CHUNK, begin, end, n, scale_log2, STAGES, L2NORM,
+                       OUTPUT)),
             (load, (q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin,
                     hv * NC + chunk, n, h * HEAD_DIM, hv * HEAD_DIM, STAGES, OUTPUT)),
         ],
@@ -145,8 +156,8 @@ def load(
 
 @gluon.jit
 def prepare(
-    qs, ks, vs, ws, gs, xs, writes, reads, full, ready, free, broken, begin, end, n, scale_log2, STAGES: gl.constexpr,
-    OUTPUT: gl.constexpr,
+    qs, ks, vs, ws, gs, xs, writes, reads, gammas, full, ready, free, broken, of_queries, of_keys, begin, end, n, scale_log2,
+    STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """X, W and a of every chunk, two ahead at most."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -176,9 +187,6 @@ def prepare(
         if OUTPUT:
             P = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             P = warpgroup_mma(q, k.permute((1, 0)), P, is_async=True)
-        decay = exp2(G.load(FLAT))
-        writes.index(b).store(decay)
-        reads.index(b).store(gl.where(token >= first_broken, float("nan"), decay))
         at = a.permute((1, 0)).load(LEFT)
         G_row = G.load(gl.SliceLayout(1, ACC))
         to_end = exp2(G.slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(1, ACC)) - G_row)
@@ -188,14 +196,31 @@ def prepare(
             W = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             W = warpgroup_mma(p, a, W, is_async=True)
             G_column = G.load(gl.SliceLayout(0, ACC))
-            E = exp2(gl.where(low, G_row[:, None] - G_column[None, :], -float("inf")) + scale_log2)
+            factor = scale_log2
+            if L2NORM:
+                factor = scale_log2
+                E_rows = gl.load(of_queries + i * CHUNK + row)
+            E = exp2(gl.minimum(G_row[:, None] - G_column[None, :], 120.0) + factor)
             W = warpgroup_mma_wait(0, deps=[W, p, a])[0]
+            if L2NORM:
+                E = E * E_rows[:, None]
             w = (W * E).to(gl.bfloat16)
             barrier()  # every warp has read A
             a.store(w)
         for half in gl.static_range(2):
             X = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             X = warpgroup_mma(at, k.slice(half * CHUNK, CHUNK, 1), X, is_async=True)
+            if half == 0:
+                decay = exp2(G.load(FLAT))
+                kept = gl.where(token >= first_broken, float("nan"), decay)
+                if L2NORM:
+                    writes.index(b).store(decay * gl.load(of_queries + (of_keys + i * CHUNK) + token))
+                    gammas.index(b).store(kept)
+                    if OUTPUT:
+                        reads.index(b).store(kept * gl.load(of_queries + i * CHUNK + token))
+                else:
+                    writes.index(b).store(decay)
+                    reads.index(b).store(kept)
             X = warpgroup_mma_wait(0, deps=[X, at, k])[0]
             xs.index(b).slice(half * CHUNK, CHUNK, 1).store((X * to_end[:, None]).to(gl.bfloat16))
         fence_async_shared()
@@ -217,8 +242,9 @@ def clear_behind(tile, held):
 
 @gluon.jit
 def walk(
-    o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os, full, empty, ready, free, begin, end, n, source,
-    hv, HV, scale, felt, FIRST: gl.constexpr, STAGES: gl.constexpr, OUTPUT: gl.constexpr, EXIT: gl.constexpr,
+    o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, gammas, os, full, empty, ready, free, begin, end, n, source,
+    hv, HV, scale, felt, FIRST: gl.constexpr, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: gl.constexpr,
+    EXIT: gl.constexpr,
 ):  # fmt: skip
     """The chain over 64 of the channels of V, from FIRST on."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -247,8 +273,9 @@ def walk(
         U = warpgroup_mma_wait(0, deps=[U, s, k])[0]
         v = vs.index(stage).slice(FIRST, HALF, 1).permute((1, 0)).load(ACC)
         written = writes.index(b).load(gl.SliceLayout(0, ACC))
-        read = reads.index(b).load(gl.SliceLayout(0, ACC))
-        gamma = reads.index(b).slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, STATE))
+        if OUTPUT:
+            read = reads.index(b).load(gl.SliceLayout(0, ACC))
+        gamma = gammas.index(b).slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, STATE))
         R = (v.to(gl.float32) - written[None, :] * U).to(gl.bfloat16)
         S = S * gamma[None, :]
         r = gl.convert_layout(R, STATE_LEFT)
@@ -318,19 +345,20 @@ def forward(
     *, output: bool = True, exits: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16, rows of any pitch; entry [S, HV, K, V] fp32; segments
-    as the kernel has them. Returns o like v, dense, and the exit states like entry.
+    as the kernel has them; raw q and k if `made` is of such. Returns o like v, dense, and the exit states like entry.
 
     Without output the walk begins where its exit state begins to feel it.
     """
     H, HV, NC = k.shape[1], v.shape[1], made.A.shape[1]
-    A, G, broken, reach = made
+    A, G, broken, reach, lengths = made
     o = v.new_empty(v.shape) if output else v
     exit = torch.empty_like(entry) if exits else entry
     if len(segments):
         A_tiles = tiles(A, 64, 64, 64)
         launch(
             forward_kernel, (len(segments) * HV,), *(row_tiles(x) for x in (q, k, v)), A_tiles, tiles(G, 64, 1, 64),
-            tiles(o, HV * 128, 64, 64) if output else A_tiles, o, entry, exit, broken, reach, segments, NC, scale,
-            math.log2(scale), H=H, GROUP=HV // H, OUTPUT=output, EXIT=exits, num_warps=4, **LAUNCH,
+            tiles(o, HV * 128, 64, 64) if output else A_tiles, o, entry, exit, broken, reach,
+            reach if lengths is None else lengths, segments, NC, scale, math.log2(scale), H=H, GROUP=HV // H,
+            L2NORM=lengths is not None, OUTPUT=output, EXIT=exits, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return (o if output else None), (exit if exits else None)

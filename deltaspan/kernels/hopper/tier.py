@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.compose import chain, merge
@@ -11,7 +10,6 @@ from deltaspan.kernels.hopper.prep import Prepared
 from deltaspan.kernels.hopper.prep import prep as prepared
 from deltaspan.kernels.hopper.transfer import transfer as transferred
 from deltaspan.kernels.stages import READY, Grid, Raw, Runs
-from deltaspan.kernels.torch.inputs import ready
 
 __all__ = ["KEPT_TENSORS", "Tape", "chain", "keep", "kept_bytes", "merge", "prep", "summary", "transfer", "walk"]
 
@@ -19,7 +17,7 @@ KEPT_TENSORS = 0
 
 
 class Tape(NamedTuple):
-    """A rank's operands in bf16, ready, and what prep made of them."""
+    """A rank's operands in bf16, q and k ready or raw, and what prep made of them."""
 
     q: Tensor  # [T, H, 128]
     k: Tensor
@@ -35,12 +33,10 @@ def prep(
 ) -> Tape:  # fmt: skip
     """Prepares every chunk; q, k [T, H, 128], v [T, HV, 128] bf16, g and beta [T, HV], ready or raw."""
     assert unit_keys, "select refuses other keys"
-    if raw != READY:
-        narrow = q.dtype
-        q, k, g, beta = ready(q, k, g, beta, raw, torch.float32)
-        q, k = q.to(narrow), k.to(narrow)
     q, k, v = (_by_rows(x) for x in (q, k, v))
-    return Tape(q, k, v, prepared(k, g.float().contiguous(), beta.contiguous(), grid.table), grid, scale)
+    raw = raw._replace(**{name: x.contiguous() for name, x in raw._asdict().items() if isinstance(x, Tensor)})
+    made = prepared(k, g.contiguous(), beta.contiguous(), grid.table, q=q, raw=raw)
+    return Tape(q, k, v, made, grid, scale)
 
 
 def summary(tape: Tape, runs: Runs, entry: Tensor) -> tuple[Tensor, Tensor]:
