@@ -12,14 +12,21 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from deltaspan.bench.operands import Operands
-from deltaspan.reference.chunked import HeadSlab, head_slabs
+from deltaspan.reference import HeadSlab, chunked_gated_delta_rule, head_slabs
 
 BOUND = 1e-2
 TINY = sys.float_info.min  # dg is zero throughout if every document is one token
+
+
+class Output(NamedTuple):
+    """Of a `HeadSlab`, where nobody wants gradients."""
+
+    o: Tensor  # [T, R, V]
 
 
 @dataclass(frozen=True)
@@ -27,11 +34,12 @@ class Truth:
     """Results in float64 of some key heads and their value heads."""
 
     key_heads: list[int]
-    slabs: list[HeadSlab]
+    slabs: list[HeadSlab] | list[Output]
 
     @classmethod
-    def of(cls, x: Operands, cu_seqlens: Sequence[int]) -> Truth:
+    def of(cls, x: Operands, cu_seqlens: Sequence[int], *, gradients: bool = True) -> Truth:
         """By the float64 oracle, on the operands' device, for the first and the last key head and their value heads.
+        Without `gradients` the output alone.
 
         These two are where a wrong group or an offset that overflows would show; all heads would take some 25 s for
         128,000 tokens on an H200.
@@ -41,6 +49,9 @@ class Truth:
         value_heads = [h * R + i for h in heads for i in range(R)]
         q, k = (t[:, :, heads] for t in (x.q, x.k))
         v, g, beta, do = (t[:, :, value_heads] for t in (x.v, x.g, x.beta, x.do))
+        if not gradients:
+            o = chunked_gated_delta_rule(*(t.double() for t in (q, k, v, g, beta)), cu_seqlens)[0][0]
+            return cls(heads, [Output(group) for group in o.split(R, dim=1)])
         return cls(heads, list(head_slabs(q, k, v, g, beta, cu_seqlens, do)))
 
     def error(self, name: str, found: Tensor) -> float:

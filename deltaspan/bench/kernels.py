@@ -50,7 +50,7 @@ def report(shards: list[str], *, seed: int = 0) -> dict[str, Any]:
         source = torch.randn(moved // 8, device="cuda")
         target = torch.empty_like(source)
         copy = partial(torch.neg, source, out=target)
-        kernel_ms, copy_ms = _times(partial(prep, k, g, beta, chunks), copy)
+        kernel_ms, copy_ms = graph_times(partial(prep, k, g, beta, chunks), copy)
         rows.append(
             {"kernel": "prep", "shard": name, "tokens": shard.part.total_tokens, "gigabytes": moved / 1e9,
              "kernel_ms": kernel_ms, "copy_ms": copy_ms, "ratio": kernel_ms / copy_ms, "error": error, "floor": floor,
@@ -75,7 +75,7 @@ def _errors(x: Operands, chunks: Tensor, A: Tensor) -> tuple[float, float]:
     return math.sqrt(errors / size), math.sqrt(roundings / size)
 
 
-def _times(*calls: Callable[[], object]) -> list[float]:
+def graph_times(*calls: Callable[[], object]) -> list[float]:
     """Median milliseconds of each call on the device, in turns."""
     graphs = []
     for call in calls:

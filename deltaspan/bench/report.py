@@ -18,13 +18,16 @@ def line(row: Row) -> str:
 def table(record: Mapping[str, Any]) -> str:
     """The whole record as Markdown."""
     peers = list(dict.fromkeys(name for row in record["rows"] for name in row["peers"]))
-    head = ["shard", "tokens", "deltaspan", *peers, "to fastest peer", "step MiB", "worst error", "notes"]
+    forward_only = "step" not in record["phases"]
+    peak = "forward_peak_mib" if forward_only else "peak_mib"
+    of_peak = f"{'forward' if forward_only else 'step'} MiB"
+    head = ["shard", "tokens", "deltaspan", *peers, "to fastest peer", of_peak, "worst error", "notes"]
     lines = [head, ["---"] + ["---:"] * (len(head) - 2) + ["---"]]
     for row in record["rows"]:
         sides = dict(_sides(row))
         timed = [_pair(sides[name]) if name in sides else "" for name in ("deltaspan", *peers)]
-        known = any(side["peak_mib"] is not None for side in sides.values())
-        peaks = [_number(side["peak_mib"], 0) for side in sides.values()] if known else []
+        known = any(side[peak] is not None for side in sides.values())
+        peaks = [_number(side[peak], 0) for side in sides.values()] if known else []
         figures = [" / ".join(_ratios(row)), " / ".join(peaks), _worst(row), "; ".join(_notes(row))]
         lines.append([row["name"], f"{row['tokens']:,}", *timed, *figures])
     return "\n".join([*_opening(record), "", *(f"| {' | '.join(cells)} |" for cells in lines), "", *_legend(record)])
@@ -68,7 +71,7 @@ def _notes(row: Row) -> Iterator[str]:
         if side["off"] is not None:
             yield f"{name} not timed: {side['off']}"
     if row["control"] and not row["steady"]:
-        yield "unsteady: control " + " / ".join(_number(row["control"][what], 3) for what in ("forward", "step"))
+        yield "unsteady: control " + " / ".join(_number(ratio, 3) for ratio in row["control"].values())
     if row["layout"] != "local":
         yield f"all ranks simulated, slowest {row['slowest_rank']}, wire not counted"
 
@@ -87,8 +90,8 @@ def _opening(record: Mapping[str, Any]) -> list[str]:
 def _legend(record: Mapping[str, Any]) -> list[str]:
     return [
         f"Times are medians of {record['samples']} samples or more in ms, forward / checkpointed step, sides",
-        "interleaved, the L2 cache not flushed. MiB: allocated at a step's peak above its inputs, deltaspan first.",
-        f"Every side that is timed was within {record['bound']:.0e} of float64 in its output and all gradients",
+        "interleaved, the L2 cache not flushed. MiB: allocated at its peak above its inputs, deltaspan first.",
+        f"Every side that is timed was within {record['bound']:.0e} of float64 in all that it was timed for",
         "(relative RMS; first and last key head with their value heads). A row is unsteady if our side, timed twice,",
         "differs from itself by more than 1 %. No row counts the wire: there is no model of it yet.",
     ]

@@ -61,6 +61,7 @@ class Bench:
     backend: str  # the tier's name
     shards: Sequence[Shard]
     peers: Sequence[type[Peer]]
+    phases: Sequence[str] = tuple(PEAKS)  # what is timed: a tier without a backward has its forward timed alone
 
     def run(self, tell: Tell = lambda text: None) -> Iterator[dict[str, Any]]:
         """Yields the record after each row: one that is cut short has the rows that were done.
@@ -82,6 +83,7 @@ class Bench:
             "decay": request.decay,
             "heads": list(request.heads),
             "backend": self.backend,
+            "phases": list(self.phases),
             "seed": request.seed,
             "samples": request.samples,
             "bound": BOUND,
@@ -99,11 +101,12 @@ class Bench:
         peers = [peer(shard.documents, self.device) for peer in self.peers] if shard.is_local else []
 
         x = draw(shard.part.total_tokens, request.heads, request.decay, device=self.device, seed=request.seed)
-        given, truth = ours.sharded(x), Truth.of(x, shard.part.cu_seqlens)
-        found = {side.name: _absent() | _judged(side, truth, given, ours.whole) for side in (ours, *peers)}
-        del truth
+        given, truth = ours.sharded(x), Truth.of(x, shard.part.cu_seqlens, gradients="step" in self.phases)
+        judged = partial(_judged, truth=truth, x=given, whole=ours.whole, phases=self.phases)
+        found = {side.name: _absent() | judged(side) for side in (ours, *peers)}
+        del truth, judged
         slowest, control = shard.slowest_rank, {}
-        for what in ("forward", "step"):
+        for what in self.phases:
             calls = {
                 side.name: partial(getattr(side, what), given)
                 for side in (ours, *peers)
@@ -176,7 +179,16 @@ def prepare(request: Request) -> Bench:
         request.packs, request.cp, request.layouts, hv=request.heads[1], sm_count=multiprocessors(torch.device(device))
     )
     shards = [*map(local_shard, names), *of_packs]
-    return Bench(request, device, backend, shards, peers_by_name(request.peers, device))
+    phases = tuple(PEAKS) if _has_backward(backend, device) else ("forward",)
+    return Bench(request, device, backend, shards, peers_by_name(request.peers, device), phases)
+
+
+def _has_backward(backend: str, device: str) -> bool:
+    try:
+        ds.chosen_backend(backend, device=device, backward=True)
+    except ValueError:
+        return False
+    return True
 
 
 def _absent() -> dict[str, Any]:
@@ -184,11 +196,13 @@ def _absent() -> dict[str, Any]:
     return dict.fromkeys(("forward_ms", "step_ms", *PEAKS.values())) | {"spread": {}}
 
 
-def _judged(side: Side, truth: Truth, x: Operands, whole: Callable[[Any], Any]) -> dict[str, Any]:
+def _judged(
+    side: Side, truth: Truth, x: Operands, whole: Callable[[Any], Any], phases: Sequence[str]
+) -> dict[str, Any]:
     """errors by result, "forward" being the output of a forward without saving; off: why it is not timed, or None."""
     try:
-        results = side.step(x)
-        errors = {name: truth.error(name, whole(t)) for name, t in results._asdict().items()}
+        results = side.step(x)._asdict() if "step" in phases else {}
+        errors = {name: truth.error(name, whole(t)) for name, t in results.items()}
         errors["forward"] = truth.error("o", whole(side.forward(x)))
     except Exception as error:  # a side that cannot serve this shard does not end the run
         return {"errors": {}, "off": first_line(error)}

@@ -33,7 +33,7 @@ def fold(affine: Affine, way: Passage[Tensor], maps: Tensor, offsets: Tensor | N
 
 def _apart(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The first n rows and the others, each in memory of its own: either may be kept longer than the other."""
-    return (x if n == len(x) else x[:n].clone()), x[n:].clone()
+    return (x, x.new_empty(0, *x.shape[1:])) if n == len(x) else (x[:n].clone(), x[n:].clone())
 
 
 def spread(affine: Affine, way: Passage[Tensor], folded: Folded, arrived: Tensor) -> Tensor:

@@ -30,6 +30,11 @@ def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu",
     """
     if backend not in ("auto", *TIERS):
         raise ValueError(f"backend must be one of {['auto', *TIERS]}, got {backend!r}")
+    return _chosen(backend, device, **call)
+
+
+@lru_cache
+def _chosen(backend: str, device: torch.device | str, **call: Any) -> str:
     if not is_supported(device):
         raise ValueError(f"backend {backend!r} runs on cpu and cuda devices, got {device}")
     if backend == "hopper" and (reason := _beyond_hopper(torch.device(device), **call)):
@@ -37,12 +42,12 @@ def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu",
     return "torch" if backend == "auto" else backend
 
 
+@lru_cache
 def tier(name: str) -> ModuleType:
     """The stages of a tier by its name."""
     return import_module(HOMES[name])
 
 
-@lru_cache
 def _beyond_hopper(
     device: torch.device, *, dtype: torch.dtype = torch.bfloat16, K: int = 128, V: int = 128, unit_keys: bool = True,
     save_mode: str = "light", backward: bool = False,

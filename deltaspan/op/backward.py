@@ -49,7 +49,7 @@ def backward_program(
     else:
         tape = prepare(tier, view, x, options)
         if saved is None:
-            entry, saved = yield from enter(ctx, view, cut, x, options, tape)
+            entry, saved = yield from enter(tier, ctx, view, cut, x, options, tape)
         else:
             entry = entry_states(cut, x, saved)
         _, _, states = tier.walk(tape, cut.every, entry, output=False)

@@ -194,7 +194,7 @@ def _check(ctx: Context, view: RankView, xs: tuple, weights: tuple, biases: tupl
         for name, t in (("x", x), ("weight", weight), ("bias", bias)):
             if not (name == "bias" and t is None):
                 check_tensor(name, t, ctx.device)
-                check_type(name, t)
+                check_type(name, t.dtype)
         x = squeeze(x, "x", 2)
         if x.dtype != xs[0].dtype:
             raise ValueError(f"x must be of one type, all of a tuple alike; got {xs[0].dtype} and {x.dtype}")

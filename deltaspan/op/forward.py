@@ -34,7 +34,7 @@ def forward_program(
     cut = ctx._cut(view, x.v.shape[1], options.segments)
     tape = prepare(tier, view, x, options)
     if entered is None:
-        entry, saved = yield from enter(ctx, view, cut, x, options, tape)
+        entry, saved = yield from enter(tier, ctx, view, cut, x, options, tape)
     else:
         entry, saved = entry_states(cut, x, entered), entered
     o, exit, states = tier.walk(tape, cut.every, entry, output=output, exits=options.output_final_state)
@@ -43,10 +43,9 @@ def forward_program(
 
 
 def enter(
-    ctx: Context, view: RankView, cut: Segments, x: Operands, options: Options, tape: Any
+    tier: Any, ctx: Context, view: RankView, cut: Segments, x: Operands, options: Options, tape: Any
 ) -> Program[tuple[Tensor, Saved]]:
     """The true entry state of every segment, [S, HV, K, V], and what the exchange's way back needs."""
-    tier = stages(ctx, x, options)
     entry = start_states(cut, x)
     M, b = tier.summary(tape, cut.left, entry[cut.left_slots])
     folded = fold(tier, cut.forward, M, b)

@@ -1,5 +1,6 @@
 """The operands of one rank: their shapes, checked, and without the batch axis."""
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +17,15 @@ def check_tensor(name: str, x: Any, device: torch.device) -> None:
         raise ValueError(f"{name} is on {x.device}, the context on {device}: build the context with device=")
 
 
-def check_type(name: str, x: Tensor) -> None:
-    """Raises ValueError unless `x` holds floating-point numbers of a known type."""
-    if x.dtype not in TYPES:
-        raise ValueError(f"{name} must be bf16, fp16, fp32 or fp64, got {x.dtype}")
+def check_type(name: str, dtype: torch.dtype) -> None:
+    """Raises ValueError unless it is a known type of floating-point numbers."""
+    if dtype not in TYPES:
+        raise ValueError(f"{name} must be bf16, fp16, fp32 or fp64, got {dtype}")
+
+
+def state_type(dtype: torch.dtype) -> torch.dtype:
+    """Of states, summaries and sums beside such operands: FP64 with FP64, else FP32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_heads(H: int, HV: int) -> None:
@@ -42,8 +48,7 @@ class Operands(NamedTuple):
 
     @property
     def state_type(self) -> torch.dtype:
-        """Of states, summaries and sums: FP64 where the operands are, else FP32."""
-        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        return state_type(self.q.dtype)
 
     def state_shape(self, count: int) -> tuple[int, int, int, int]:
         """[count, HV, K, V]"""
@@ -87,7 +92,20 @@ def check_operands(
     q, k, v = (squeeze(x, name, 3) for name, x in (("q", q), ("k", k), ("v", v)))
     g, beta = (squeeze(x, name, 2) for name, x in (("g", g), ("beta", beta)))
     x = Operands(q, k, v, g, beta, initial_state, A_log, dt_bias)
-    T, (H, K), (HV, V) = len(q), q.shape[1:], v.shape[1:]
+    found = tuple(None if t is None else (t.shape, t.dtype) for t in x)
+    _check_fit(found, raw_g=raw_g, raw_beta=raw_beta, tokens=tokens, padded=padded, documents=documents)
+    return x
+
+
+@lru_cache(maxsize=1024)  # layers are called with the same shapes again and again
+def _check_fit(
+    found: tuple[tuple[torch.Size, torch.dtype] | None, ...], *, raw_g: bool, raw_beta: bool, tokens: int, padded: bool,
+    documents: int,
+) -> None:  # fmt: skip
+    """Shapes and types of operands, in their order, beside each other."""
+    shapes = dict(zip(Operands._fields, (None if t is None else tuple(t[0]) for t in found), strict=True))
+    types = dict(zip(Operands._fields, (None if t is None else t[1] for t in found), strict=True))
+    (T, H, K), (HV, V), dtype = shapes["q"], shapes["v"][1:], types["q"]
     if tokens > T or (tokens < T and not padded):
         raise ValueError(f"q has {T} tokens, but the context gives this rank {tokens}")
     check_heads(H, HV)
@@ -96,25 +114,23 @@ def check_operands(
     expected = {"k": (T, H, K), "v": (T, HV, V), "g": (T, HV), "beta": (T, HV), "initial_state": (documents, HV, K, V)}
     expected |= {"A_log": (HV,), "dt_bias": (HV,)}
     for name, shape in expected.items():
-        found = getattr(x, name)
-        if found is not None and tuple(found.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape} beside these q and v, got {tuple(found.shape)}")
-    check_type("q", q)
-    for name, found in (("k", k), ("v", v)):
-        if found.dtype != q.dtype:
-            raise ValueError(f"{name} must have q's type {q.dtype}, got {found.dtype}")
+        if shapes[name] not in (None, shape):
+            raise ValueError(f"{name} must have shape {shape} beside these q and v, got {shapes[name]}")
+    check_type("q", dtype)
+    for name in ("k", "v"):
+        if types[name] != dtype:
+            raise ValueError(f"{name} must have q's type {dtype}, got {types[name]}")
     accepted = {
-        "g": {torch.float32, q.dtype if raw_g else torch.float32},
-        "beta": {torch.float32, torch.bfloat16, q.dtype if raw_beta else torch.float32},
-        **{name: {torch.float32} for name in further},
+        "g": {torch.float32, dtype if raw_g else torch.float32},
+        "beta": {torch.float32, torch.bfloat16, dtype if raw_beta else torch.float32},
+        **{name: {torch.float32} for name in ("initial_state", "A_log", "dt_bias")},
     }
-    for name, types in accepted.items():
-        found, types = getattr(x, name), types | {x.state_type}
-        if found is not None and found.dtype not in types:
+    for name, among in accepted.items():
+        among |= {state_type(dtype)}
+        if types[name] is not None and types[name] not in among:
             raise ValueError(
-                f"{name} must be {' or '.join(sorted(map(str, types)))} beside {q.dtype} operands, got {found.dtype}"
+                f"{name} must be {' or '.join(sorted(map(str, among)))} beside {dtype} operands, got {types[name]}"
             )
-    return x
 
 
 def check_like(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -125,7 +141,7 @@ def check_like(name: str, x: Tensor, shape: tuple[int, ...], device: torch.devic
         ValueError: another shape, type or device.
     """
     check_tensor(name, x, device)
-    check_type(name, x)
+    check_type(name, x.dtype)
     if tuple(x.shape) not in (tuple(shape), (1, *shape)):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
     return x.reshape(shape)

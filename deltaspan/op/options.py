@@ -1,6 +1,7 @@
 """The options of one call, checked before anything is launched."""
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from math import isfinite
 from numbers import Real
 from typing import Any
@@ -55,7 +56,10 @@ class Options:
             raise TypeError(f"unknown option {min(unknown)!r}")
         if (workspace := given.pop("workspace", None)) is not None:
             raise ValueError(f"workspace={workspace!r} is not served by this release, which serves None")
-        return cls(**given)
+        try:
+            return _made(**given)
+        except TypeError:  # of a value that cannot be hashed, or of one that is refused, in either case again
+            return cls(**given)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -84,6 +88,12 @@ class Options:
         return self.boundary_mode == "saved"
 
 
+@lru_cache(maxsize=256, typed=True)
+def _made(**given: Any) -> Options:
+    """A model's layers call with the same few sets of options."""
+    return Options(**given)
+
+
 def check_gate(options: Options, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
     """Raises ValueError unless A_log and dt_bias are given where, and only where, g is raw."""
     if options.use_gate_in_kernel and A_log is None:
@@ -101,7 +111,9 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 def check_segments(segments: int | None, part: Partition) -> None:
     """Raises ValueError if `segments` asks for more than the chunks of the longest fragment of any rank, or than 64."""
+    if segments is None or segments == 1:
+        return
     chunks = -(-int(part.table.length.max(initial=0)) // CHUNK)
     most = max(1, min(MOST_SEGMENTS, chunks))
-    if segments is not None and segments > most:
+    if segments > most:
         raise ValueError(f"segments must be at most {most} (chunks of the longest fragment: {chunks}), got {segments}")

@@ -69,7 +69,8 @@ def check_saved(
     if saved.rank != rank:
         raise ValueError(f"{argument} was kept by the forward of rank {saved.rank}, and given to rank {rank}")
     if saved.shapes != shapes(x):
-        raise ValueError(f"{argument} was kept by a forward with operands {saved.shapes}, got {shapes(x)}")
+        had, got = ([None if s is None else (*s[0], s[1]) for s in of] for of in (saved.shapes, shapes(x)))
+        raise ValueError(f"{argument} was kept by a forward with operands {had}, got {got}")
     if other := [name for name in SHAPING if getattr(saved.options, name) != getattr(options, name)]:
         had, got = (", ".join(f"{n}={getattr(o, n)!r}" for n in other) for o in (saved.options, options))
         raise ValueError(f"{argument} was kept by a forward with {had}, got {got}")
@@ -78,7 +79,7 @@ def check_saved(
 
 
 def shapes(x: Operands) -> tuple:
-    return tuple(None if t is None else (tuple(t.shape), t.dtype) for t in x)
+    return tuple(None if t is None else (t.shape, t.dtype) for t in x)
 
 
 def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ def told_to_others(call: Callable) -> Callable:
 
 def _context_of(args: tuple, kwargs: dict) -> Any:
     candidates = (*args, *kwargs.values(), getattr(args[0], "context", None) if args else None)
-    return next((a for a in candidates if hasattr(a, "_transport")), None)
+    return next((a for a in candidates if not isinstance(a, Tensor) and hasattr(a, "_transport")), None)
 
 
 def _tell(ctx: Any, error: Exception) -> None:

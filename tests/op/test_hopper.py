@@ -1,22 +1,42 @@
-"""The Hopper tier through the public calls, on a GPU: exact to bf16, same bits by every way, and what it refuses."""
+"""The Hopper tier through the public calls, on a GPU and on the emulator: exact to bf16, same bits by every way, and
+what it refuses."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 import deltaspan as ds
+from deltaspan.kernels import select
 from deltaspan.reference import chunked_gated_delta_rule
+from tests.emulator import load
 from tests.helpers import same_bits
 from tests.op.support import LAYOUTS, Pack, draw, listed, offsets, split, unlisted
 
 LENGTHS = [700, 1, 0, 799, 64, 63, 1300, 130]
+FEW = [330, 1, 0, 90]  # for the emulator
 # Roundings of the state, of what is written and of A to bf16, 2^-9 each chunk: FLA and FlashQLA err 3.5e-3 to 4e-3.
 BF16 = 4.5e-3
 
 
-def drawn(rng: torch.Generator, decay: str = "moderate", H: int = 2, HV: int = 6) -> Pack:
-    pack = draw(rng, LENGTHS, H=H, HV=HV, K=128, V=128, decay=decay).to(torch.bfloat16)
-    return pack._replace(**{name: getattr(pack, name).cuda() for name in pack._fields[1:]})
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The Hopper tier on the CPU, its kernels on the emulator."""
+    served, tier = select.tier, load("deltaspan.kernels.hopper.tier")
+    monkeypatch.setattr(select, "_beyond_hopper", lambda *args, **call: None)
+    monkeypatch.setattr(select, "tier", lambda name: tier if name == "hopper" else served(name))
+    select._chosen.cache_clear()
+    yield
+    select._chosen.cache_clear()
+
+
+def drawn(
+    rng: torch.Generator, decay: str = "moderate", H: int = 2, HV: int = 6, lengths: list[int] = LENGTHS,
+    device: str = "cuda",
+) -> Pack:  # fmt: skip
+    pack = draw(rng, lengths, H=H, HV=HV, K=128, V=128, decay=decay).to(torch.bfloat16)
+    return pack._replace(**{name: getattr(pack, name).to(device) for name in pack._fields[1:]})
 
 
 def run(pack: Pack, ctx: ds.Context, **options) -> tuple[Tensor, Tensor]:
@@ -27,7 +47,7 @@ def run(pack: Pack, ctx: ds.Context, **options) -> tuple[Tensor, Tensor]:
     )
     whole = torch.full_like(pack.v, torch.nan)
     for rank, shard in enumerate(listed(ctx, o)):
-        whole[:, torch.from_numpy(ctx.part.token_ids(rank)).cuda()] = shard
+        whole[:, torch.from_numpy(ctx.part.token_ids(rank)).to(shard.device)] = shard
     return whole, sum(listed(ctx, final))
 
 
@@ -52,6 +72,20 @@ def test_forward(rng: torch.Generator, layout: str, decay: str) -> None:
             assert all(relative(*pair) < BF16 for pair in zip(found, truth, strict=True)), (world_size, plan)
             for exchange in ("ring", "all_gather"):
                 assert all(map(same_bits, run(pack, ctx, exchange=exchange), found))
+
+
+@pytest.mark.parametrize(("layout", "decay"), [("contiguous", "slow"), ("zigzag", "moderate")])
+def test_forward_on_the_emulator(emulated: None, rng: torch.Generator, layout: str, decay: str) -> None:
+    pack = drawn(rng, decay, H=1, HV=2, lengths=FEW, device="cpu")
+    truth = chunked_gated_delta_rule(
+        *(x.double() for x in pack[1:6]), pack.cu_seqlens, initial_state=pack.initial_state.double()
+    )
+    ctx = ds.build_context(split(pack.cu_seqlens, 3, layout, rng), ds.SimulatedGroup(3), p_rule="occ", sm_count=60)
+    assert max(ctx._segments(rank, 2, None) for rank in range(3)) > 1
+    found = run(pack, ctx)
+    assert all(relative(*pair) < BF16 for pair in zip(found, truth, strict=True))
+    for exchange in ("ring", "all_gather"):
+        assert all(map(same_bits, run(pack, ctx, exchange=exchange), found))
 
 
 @pytest.mark.gpu
