@@ -39,39 +39,48 @@ class Case:
 
 
 def _prep(H: int, group: int, shared: int, instructions: int, *, raw: bool = False) -> Case:
+    further = {"q": "*bf16", "q_eighths": "i32", "lengths": "*fp32", "A_log": "*fp32", "dt_bias": "*fp32"}
     return Case(
         kernel="deltaspan.kernels.hopper.prep:prep_kernel",
         arguments={
             "k": "*bf16", "g": "*fp32", "beta": "*fp32", "chunks": "*i32", "A": "*bf16", "G": "*fp32", "broken": "*i32",
-            "reach": "*fp32", "NC": "i32", "eighths": "i32", "q": "*bf16", "q_eighths": "i32", "lengths": "*fp32",
-            "A_log": "*fp32", "dt_bias": "*fp32",
-        },
-        constants={"H": H, "GROUP": group, "L2NORM": raw, "GATE": raw, "BIAS": raw, "SIGMOID": 2.0 if raw else 0},
+            "reach": "*fp32", "NC": "i32", "eighths": "i32",
+        } | (further if raw else {}),
+        constants={"H": H, "GROUP": group, "L2NORM": raw, "GATE": raw, "BIAS": raw, "SIGMOID": 2.0 if raw else 0}
+        | ({} if raw else dict.fromkeys(further)),
         num_warps=1,
         registers=255,
         shared=shared,
         instructions=instructions,
-        reason="8 warps a multiprocessor, which registers allow and shared memory does not limit; code within 48 KB",
+        reason="8 warps a multiprocessor, which registers allow and shared memory does not limit; code within "
+        + ("64 KB" if raw else "48 KB"),
     )  # fmt: skip
 
 
 WHOLE = 227 * 1024  # bytes of shared memory that a program may have
 A_WALK: dict[str, str] = {
     "k_tiles": "tiles<bf16[64, 128]>", "A_tiles": "tiles<bf16[64, 64]>", "broken": "*i32", "reach": "*fp32",
-    "lengths": "*fp32", "segments": "*i32", "NC": "i32",
+    "segments": "*i32", "NC": "i32",
 }  # fmt: skip
+
+
+def _lengths(l2norm: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """The arguments and constants that are for raw q and k."""
+    return ({"lengths": "*fp32"}, {"L2NORM": True}) if l2norm else ({}, {"lengths": None, "L2NORM": False})
 
 
 def _forward(
     H: int, group: int, *, output: bool, exits: bool, instructions: int, spills: int = 0, l2norm: bool = False
 ) -> Case:
+    arguments, constants = _lengths(l2norm)
     return Case(
         kernel="deltaspan.kernels.hopper.forward:forward_kernel",
         arguments=A_WALK
         | {"q_tiles": "tiles<bf16[64, 128]>", "v_tiles": "tiles<bf16[64, 128]>", "o_tiles": "tiles<bf16[64, 64]>"}
         | {"G_tiles": "tiles<fp32[1, 64]>", "o": "*bf16", "entry": "*fp32", "exit": "*fp32", "scale": "fp32"}
-        | {"scale_log2": "fp32"},
-        constants={"H": H, "GROUP": group, "L2NORM": l2norm, "OUTPUT": output, "EXIT": exits},
+        | {"scale_log2": "fp32"}
+        | arguments,
+        constants={"H": H, "GROUP": group, "OUTPUT": output, "EXIT": exits} | constants,
         num_warps=4,
         registers=128,
         shared=WHOLE,
@@ -83,10 +92,11 @@ def _forward(
 
 
 def _transfer(H: int, group: int, *, instructions: int = 2750, l2norm: bool = False) -> Case:
+    arguments, constants = _lengths(l2norm)
     return Case(
         kernel="deltaspan.kernels.hopper.transfer:transfer_kernel",
-        arguments=A_WALK | {"G": "*fp32", "M": "*fp32"},
-        constants={"H": H, "GROUP": group, "TERMS": 2, "L2NORM": l2norm},
+        arguments=A_WALK | {"G": "*fp32", "M": "*fp32"} | arguments,
+        constants={"H": H, "GROUP": group, "TERMS": 2} | constants,
         num_warps=4,
         registers=128,
         shared=WHOLE,
@@ -118,17 +128,17 @@ CASES = {
     "prep, 16 key heads x 1": _prep(16, 1, 9 * 1024, 2300),
     "prep, 16 key heads x 3": _prep(16, 3, 18 * 1024, 2900),
     "prep, 2 key heads x 4": _prep(2, 4, 22 * 1024, 3200),
-    "prep of raw operands": _prep(16, 3, 18 * 1024, 3600, raw=True),
+    "raw prep": _prep(16, 3, 18 * 1024, 4096, raw=True),
     "forward, 16 key heads x 3": _forward(16, 3, output=True, exits=False, instructions=2650),
     "forward, 2 key heads x 4": _forward(2, 4, output=True, exits=False, instructions=2650),
     "forward with exit states": _forward(16, 3, output=True, exits=True, instructions=2800, spills=16),
     "exit states alone": _forward(16, 3, output=False, exits=True, instructions=2250),
-    "forward of raw q and k": _forward(16, 3, output=True, exits=False, instructions=2700, l2norm=True),
-    "the same with exit states": _forward(16, 3, output=True, exits=True, instructions=2900, spills=16, l2norm=True),
-    "exit states of raw keys": _forward(16, 3, output=False, exits=True, instructions=2300, l2norm=True),
+    "raw forward": _forward(16, 3, output=True, exits=False, instructions=2700, l2norm=True),
+    "raw forward with exit states": _forward(16, 3, output=True, exits=True, instructions=2900, spills=17, l2norm=True),
+    "raw exit states alone": _forward(16, 3, output=False, exits=True, instructions=2300, l2norm=True),
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),
-    "transfer of raw keys": _transfer(16, 3, instructions=2900, l2norm=True),
+    "raw transfer": _transfer(16, 3, instructions=2900, l2norm=True),
     "merge": _compose("merge_kernel", "M X b out", 1600, WIDTH=128),
     "chain": _compose("chain_kernel", CHAIN_ARGUMENTS, 2000, spills=2, HV=48, MAPS=True),
 }

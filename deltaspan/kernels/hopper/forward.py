@@ -7,10 +7,10 @@ left operand of every product of the chain), A and G of the prep stage, a = 2^G,
     R^T = V^T - a (S^T K^T)                what each token writes, before A mixes them
     O^T = scale a (S^T Q^T) + R^T W^T      S^T <- 2^(G_C) S^T + R^T X
 
-Raw q and k stay as they are. With q_r and r the inverse lengths that prep has left, and A as it stores it then, with rows
-times r, X and tril(Q K^T) A hold for the ready keys, and lengths come in by the same per-token factors as a:
+Raw q and k stay as they are. With s and r their inverse lengths, as prep leaves them, and A as it leaves it then, rows
+times r, the products (Q K^T) A and A^T K are those with ready keys. All else comes in by factors of a token:
 
-    W and a (S^T Q^T)  times q_r of the token that reads          a (S^T K^T)  times r of the token that is written
+    R^T = V^T - r a (S^T K^T)              W = scale s E o (tril(Q K^T) A)      O^T = scale s a (S^T Q^T) + R^T W^T
 
 Four partitions: two warpgroups walk, one on each half of V; one prepares X, W and a for the next chunk, off the chain;
 one warp loads. Rows of k and v behind a fragment's end, which the loads take from the next document, are set to zero
@@ -38,7 +38,6 @@ from deltaspan.kernels.hopper.gluon import (
     gluon,
     launch,
     load_tile,
-    log2,
     mbarrier,
     row_tiles,
     store_tile,
@@ -71,7 +70,7 @@ def forward_kernel(
 
     o [T, HV, 128] bf16; entry [S, HV, K, V] fp32, exit [E, HV, K, V] fp32; broken [H, NC] int32; reach [HV, NC] fp32;
     segments [S, 4] int32: first token, end, first chunk, place in entry and, with EXIT, in exit. Programs: segments,
-    then heads. Without OUTPUT neither q nor o is touched, and lengths [2, H, NC, 64] fp32 only with L2NORM.
+    then heads. Without OUTPUT neither q nor o is touched, and lengths [H, NC, 2, 64] fp32 only with L2NORM.
     """
     HV: gl.constexpr = H * GROUP
     segment = segments + (gl.program_id(0) // HV) * 4
@@ -96,11 +95,8 @@ def forward_kernel(
     gs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], G_tiles.layout)
     xs = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    writes = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)  # a, for what is written
-    reads = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)  # a, for what is read and, last, for the state
-    gammas = reads
-    if L2NORM:  # which the state does without
-        gammas = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)
+    # by token, two of each: a for what is written; for what is read; and, where that takes lengths, for the state
+    factors = gl.allocate_shared_memory(gl.float32, [6 if L2NORM else 4, CHUNK], PLAIN)
     os = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], o_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -114,16 +110,17 @@ def forward_kernel(
         mbarrier.init(free.index(j), count=2)
 
     h = hv // GROUP
-    own = (h.to(gl.int64) * NC + chunk) * CHUNK
+    inverse: gl.constexpr = None
+    if L2NORM:
+        inverse = lengths + (h.to(gl.int64) * NC + chunk) * (2 * CHUNK)
     gl.warp_specialize(
         [
-            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, gammas, os.index(0), full, empty, ready, free,
+            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, factors, os.index(0), full, empty, ready, free,
                     begin, end, n, source, hv, HV, scale, felt, 0, STAGES, L2NORM, OUTPUT, EXIT)),
-            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, gammas, os.index(1), full, empty, ready, free,
+            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, factors, os.index(1), full, empty, ready, free,
                     begin, end, n, source, hv, HV, scale, felt, HALF, STAGES, L2NORM, OUTPUT, EXIT)),
-            (prepare, (qs, ks, vs, ws, gs, xs, writes, reads, gammas, full, ready, free, broken + h * NC + chunk, lengths + own,
-                       H * NC * CHUNK, begin, end, n, scale_log2, STAGES, L2NORM,
-                       OUTPUT)),
+            (prepare, (qs, ks, vs, ws, gs, xs, factors, full, ready, free, broken + h * NC + chunk, inverse,
+                       begin, end, n, scale_log2, STAGES, L2NORM, OUTPUT)),
             (load, (q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin,
                     hv * NC + chunk, n, h * HEAD_DIM, hv * HEAD_DIM, STAGES, OUTPUT)),
         ],
@@ -156,13 +153,14 @@ def load(
 
 @gluon.jit
 def prepare(
-    qs, ks, vs, ws, gs, xs, writes, reads, gammas, full, ready, free, broken, of_queries, of_keys, begin, end, n, scale_log2,
+    qs, ks, vs, ws, gs, xs, factors, full, ready, free, broken, inverse, begin, end, n, scale_log2,
     STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """X, W and a of every chunk, two ahead at most."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    KEPT: gl.constexpr = 4 if L2NORM else 2
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
     column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
     low = row[:, None] >= column[None, :]
@@ -196,14 +194,11 @@ def prepare(
             W = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             W = warpgroup_mma(p, a, W, is_async=True)
             G_column = G.load(gl.SliceLayout(0, ACC))
-            factor = scale_log2
+            # above the diagonal, where W is zero, finite is enough
+            E = exp2(gl.minimum(G_row[:, None] - G_column[None, :] + scale_log2, 120.0))
             if L2NORM:
-                factor = scale_log2
-                E_rows = gl.load(of_queries + i * CHUNK + row)
-            E = exp2(gl.minimum(G_row[:, None] - G_column[None, :], 120.0) + factor)
+                E = E * gl.load(inverse + i * (2 * CHUNK) + row)[:, None]
             W = warpgroup_mma_wait(0, deps=[W, p, a])[0]
-            if L2NORM:
-                E = E * E_rows[:, None]
             w = (W * E).to(gl.bfloat16)
             barrier()  # every warp has read A
             a.store(w)
@@ -211,16 +206,14 @@ def prepare(
             X = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             X = warpgroup_mma(at, k.slice(half * CHUNK, CHUNK, 1), X, is_async=True)
             if half == 0:
-                decay = exp2(G.load(FLAT))
-                kept = gl.where(token >= first_broken, float("nan"), decay)
+                written = exp2(G.load(FLAT))
+                kept = gl.where(token >= first_broken, float("nan"), written)
+                factors.index(KEPT + b).store(kept)
                 if L2NORM:
-                    writes.index(b).store(decay * gl.load(of_queries + (of_keys + i * CHUNK) + token))
-                    gammas.index(b).store(kept)
+                    written = written * gl.load(inverse + i * (2 * CHUNK) + CHUNK + token)
                     if OUTPUT:
-                        reads.index(b).store(kept * gl.load(of_queries + i * CHUNK + token))
-                else:
-                    writes.index(b).store(decay)
-                    reads.index(b).store(kept)
+                        factors.index(2 + b).store(kept * gl.load(inverse + i * (2 * CHUNK) + token))
+                factors.index(b).store(written)
             X = warpgroup_mma_wait(0, deps=[X, at, k])[0]
             xs.index(b).slice(half * CHUNK, CHUNK, 1).store((X * to_end[:, None]).to(gl.bfloat16))
         fence_async_shared()
@@ -242,8 +235,8 @@ def clear_behind(tile, held):
 
 @gluon.jit
 def walk(
-    o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, gammas, os, full, empty, ready, free, begin, end, n, source,
-    hv, HV, scale, felt, FIRST: gl.constexpr, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: gl.constexpr,
+    o_tiles, o, entry, exit, qs, ks, vs, ws, xs, factors, os, full, empty, ready, free, begin, end, n, source, hv, HV,
+    scale, felt, FIRST: gl.constexpr, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: gl.constexpr,
     EXIT: gl.constexpr,
 ):  # fmt: skip
     """The chain over 64 of the channels of V, from FIRST on."""
@@ -251,6 +244,7 @@ def walk(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    KEPT: gl.constexpr = 4 if L2NORM else 2
     value = gl.arange(0, HALF, layout=gl.SliceLayout(1, STATE))
     key = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
     size = HEAD_DIM * HEAD_DIM
@@ -272,10 +266,10 @@ def walk(
         U = warpgroup_mma(s, k.permute((1, 0)), U, is_async=True)
         U = warpgroup_mma_wait(0, deps=[U, s, k])[0]
         v = vs.index(stage).slice(FIRST, HALF, 1).permute((1, 0)).load(ACC)
-        written = writes.index(b).load(gl.SliceLayout(0, ACC))
+        written = factors.index(b).load(gl.SliceLayout(0, ACC))
         if OUTPUT:
-            read = reads.index(b).load(gl.SliceLayout(0, ACC))
-        gamma = gammas.index(b).slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, STATE))
+            read = factors.index(2 + b).load(gl.SliceLayout(0, ACC))
+        gamma = factors.index(KEPT + b).slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, STATE))
         R = (v.to(gl.float32) - written[None, :] * U).to(gl.bfloat16)
         S = S * gamma[None, :]
         r = gl.convert_layout(R, STATE_LEFT)
@@ -357,8 +351,8 @@ def forward(
         A_tiles = tiles(A, 64, 64, 64)
         launch(
             forward_kernel, (len(segments) * HV,), *(row_tiles(x) for x in (q, k, v)), A_tiles, tiles(G, 64, 1, 64),
-            tiles(o, HV * 128, 64, 64) if output else A_tiles, o, entry, exit, broken, reach,
-            reach if lengths is None else lengths, segments, NC, scale, math.log2(scale), H=H, GROUP=HV // H,
-            L2NORM=lengths is not None, OUTPUT=output, EXIT=exits, num_warps=4, **LAUNCH,
+            tiles(o, HV * 128, 64, 64) if output else A_tiles, o, entry, exit, broken, reach, lengths, segments, NC,
+            scale, math.log2(scale), H=H, GROUP=HV // H, L2NORM=lengths is not None, OUTPUT=output, EXIT=exits,
+            num_warps=4, **LAUNCH,
         )  # fmt: skip
     return (o if output else None), (exit if exits else None)

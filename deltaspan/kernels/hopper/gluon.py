@@ -41,12 +41,6 @@ def exp2(x):
 
 
 @gluon.jit
-def log2(x):
-    """log2 x in fp32, likewise; right to 2^-22, of 1 near 1."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def add(a, b):
     return a + b
 
@@ -72,7 +66,8 @@ def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: i
     """kernel[programs](*arguments, **constants) on the device of its tensors, in a fifth of the time on the host.
 
     Triton finds the compiled kernel anew in each call, by all that it might depend on. Here that is what our kernels
-    are told apart by: types and alignments of tensors, what Triton distinguishes of integers, and constants.
+    are told apart by: types and alignments of tensors, None in place of one, what Triton distinguishes of integers, and
+    constants.
     """
     device = next(x.device for x in arguments if isinstance(x, Tensor))
     key = (id(kernel), device, *map(_kind, arguments), *constants.values())
@@ -92,7 +87,7 @@ _READY: dict[tuple, tuple[Any, tuple, Any]] = {}
 def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
-    return (x == 1, x % 16 == 0, x < 2**31) if isinstance(x, int) else None
+    return (x == 1, x % 16 == 0, x < 2**31) if isinstance(x, int) else type(x)
 
 
 __all__ = [
@@ -106,7 +101,6 @@ __all__ = [
     "gluon",
     "launch",
     "load_tile",
-    "log2",
     "mbarrier",
     "mma_v2",
     "row_tiles",

@@ -55,7 +55,7 @@ def prep_kernel(
     broken. Beyond a chunk's tokens rows and columns of A are zero, and G goes on with its last value. One program for
     each chunk and key head, heads first.
 
-    L2NORM: k is raw, and q like it, rows 8 * q_eighths apart; lengths [2, H, NC, 64] fp32 receives the inverse lengths
+    L2NORM: k is raw, and q like it, rows 8 * q_eighths apart; lengths [H, NC, 2, 64] fp32 receives the inverse lengths
     of q and of k, and broken marks what is no number. GATE: g is raw, with A_log [H * GROUP] fp32 and, with BIAS,
     dt_bias like it. SIGMOID: the largest beta, if beta is raw, else 0. What is not named here is not touched.
     """
@@ -72,21 +72,20 @@ def prep_kernel(
     betas = ()
     decays = ()
     for e in gl.static_range(GROUP):
-        # beyond the chunk zeros, or what becomes zero
-        strength = gl.load(beta + at + e, mask=row < n, other=-float("inf") if SIGMOID > 0 else 0.0).to(gl.float32)
-        decay = gl.load(g + at + e, mask=row < n, other=-float("inf") if GATE else 0.0).to(gl.float32)
+        strength = gl.load(beta + at + e, mask=row < n, other=0.0).to(gl.float32)
+        decay = gl.load(g + at + e, mask=row < n, other=0.0).to(gl.float32)
         if SIGMOID > 0:
-            strength = sigmoid(strength, SIGMOID)
+            strength = gl.where(row < n, sigmoid(strength, SIGMOID), 0.0)
         if BIAS:
             decay = decay + gl.load(dt_bias + h * GROUP + e)
         if GATE:
-            decay = gate(decay, gl.load(A_log + h * GROUP + e))
+            decay = gl.where(row < n, gate(decay, gl.load(A_log + h * GROUP + e)), 0.0)
         betas = betas + (strength,)
         decays = decays + (decay,)
 
     zero = gl.zeros([16, 16], gl.float32, MMA)
     if L2NORM:
-        of_queries = lengths + (h.to(gl.int64) * NC + c) * CHUNK
+        of_queries = lengths + (h.to(gl.int64) * NC + c) * (2 * CHUNK)
         for i in gl.static_range(4):
             x = load_keys(q + start * (q_eighths * 8) + h * HEAD_DIM, i * 16, n, q_eighths * 8, MMA)
             measured(-mma_v2(x, as_right(x, MMA), zero), of_queries, i * 16, MMA)
@@ -114,10 +113,10 @@ def prep_kernel(
     )
     gl.store(broken + h.to(gl.int64) * NC + c, first)
 
-    # by position, of keys: the inverse length, or nothing
-    of_keys = lengths + ((h + H).to(gl.int64) * NC + c) * CHUNK
+    # by position, the inverse lengths of raw keys
     inverse = gl.allocate_shared_memory(gl.float32, [4, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if L2NORM:
+        of_keys = lengths + (h.to(gl.int64) * NC + c) * (2 * CHUNK) + CHUNK
         inverse.index(0).store(measured(n00, of_keys, 0, MMA))
         inverse.index(1).store(measured(n11, of_keys, 16, MMA))
         inverse.index(2).store(measured(n22, of_keys, 32, MMA))
@@ -274,8 +273,8 @@ def merge(
 
 @gluon.jit
 def load_keys(keys, first, n, pitch, MMA: gl.constexpr):
-    """16 keys or queries [positions, 128] from row `first` on as a left operand, zero beyond the chunk: 16-byte loads, channels
-    relabelled so that they are the operand's registers."""
+    """16 keys or queries [positions, 128] from row `first` on as a left operand, zero beyond the chunk: 16-byte loads,
+    channels relabelled so that they are the operand's registers."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
     position = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
     channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
@@ -352,9 +351,7 @@ def by_token(x):
 
 
 @gluon.jit
-def put(
-    out, i: gl.constexpr, j: gl.constexpr, x, inverse, L2NORM: gl.constexpr, MMA: gl.constexpr,
-):  # fmt: skip
+def put(out, i: gl.constexpr, j: gl.constexpr, x, inverse, L2NORM: gl.constexpr, MMA: gl.constexpr):
     """Stores block (i, j) of A, with raw keys each row times its key's inverse length; 8 bytes a lane."""
     TILE: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [2, 0]], [[0, 4], [0, 8], [1, 0], [4, 0], [8, 0]], [], [], [16, 16]
@@ -382,27 +379,23 @@ class Prepared(NamedTuple):
     G: Tensor  # [HV, NC, 64] fp32
     broken: Tensor  # [H, NC] int32
     reach: Tensor  # [HV, NC] fp32
-    lengths: Tensor | None = None  # [2, H, NC, 64] fp32, inverse, of raw q and k
+    lengths: Tensor | None = None  # [H, NC, 2, 64] fp32, inverse, of raw q and k
 
 
-def prep(
-    k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor, *, q: Tensor | None = None, raw: Raw = READY
-) -> Prepared:  # fmt: skip
-    """Launches the kernel; k [T, H, 128] bf16, rows a multiple of 16 bytes apart; g and beta [T, HV] fp32 or bf16; chunks
-    [NC, 2] int32: first token and tokens of each. q like k, if they are raw; A_log and dt_bias [HV] fp32.
+def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor, *, q: Tensor | None = None, raw: Raw = READY) -> Prepared:
+    """Launches the kernel; k [T, H, 128] bf16, rows a multiple of 16 bytes apart; g and beta [T, HV] fp32 or bf16;
+    chunks [NC, 2] int32: first token and tokens of each. q like k, read if they are raw; A_log and dt_bias [HV] fp32.
     """
     NC, H, HV = len(chunks), k.shape[1], g.shape[1]
     empty = partial(torch.empty, dtype=torch.float32, device=k.device)
     A, broken = k.new_empty(HV, NC, 64, 64), empty(H, NC, dtype=torch.int32)
-    lengths = empty(2, H, NC, 64) if raw.l2norm else None
+    lengths = empty(H, NC, 2, 64) if raw.l2norm else None
     made = Prepared(A, empty(HV, NC, 64), broken, empty(HV, NC), lengths)
     if NC:
-        q = q if raw.l2norm else k
-        # what is not wanted is passed something of its type
-        further = (made.G if x is None else x for x in (lengths, raw.A_log, raw.dt_bias))
+        queries = (q, q.stride(0) // 8) if raw.l2norm else (None, None)
         launch(
-            prep_kernel, (NC * H,), k, g, beta, chunks, *made[:4], NC, k.stride(0) // 8, q, q.stride(0) // 8, *further,
-            H=H, GROUP=HV // H, L2NORM=raw.l2norm, GATE=raw.A_log is not None, BIAS=raw.dt_bias is not None,
-            SIGMOID=raw.largest_beta if raw.sigmoid else 0, num_warps=1,
+            prep_kernel, (NC * H,), k, g, beta, chunks, *made[:4], NC, k.stride(0) // 8, *queries, lengths, raw.A_log,
+            raw.dt_bias, H=H, GROUP=HV // H, L2NORM=raw.l2norm, GATE=raw.A_log is not None,
+            BIAS=raw.dt_bias is not None, SIGMOID=raw.largest_beta if raw.sigmoid else 0, num_warps=1,
         )  # fmt: skip
     return made

@@ -10,7 +10,8 @@ fp16 numbers each, 22 bits (K and A^T K are exact in fp16, or near enough: entri
 of a key). One fp16 or TF32 number alone, 11 bits, would not do over long chains of slow decay. Rows of M^T are walked
 each by itself, so each is kept within fp16's range by powers of two of its own, which cost no bit.
 
-Raw keys take their inverse lengths, which prep has left, on their way into fp16; A^T K is that of the ready keys already.
+Raw keys are multiplied by their inverse lengths on their way into fp16; A^T K, with A as prep leaves it then, is that
+of ready keys already.
 
 Where everything decays below the smallest fp32 number within the segment, M is zero and nothing is walked.
 """
@@ -83,7 +84,9 @@ def transfer_kernel(
         mbarrier.init(ready.index(j), count=1)
         mbarrier.init(free.index(j), count=2)
 
-    of_keys = lengths + ((hv // GROUP + H).to(gl.int64) * NC + chunk) * CHUNK
+    of_keys: gl.constexpr = None
+    if L2NORM:
+        of_keys = lengths + ((hv // GROUP).to(gl.int64) * NC + chunk) * (2 * CHUNK) + CHUNK
     out = M + (target * HV + hv).to(gl.int64) * (HEAD_DIM * HEAD_DIM)
     gl.warp_specialize(
         [
@@ -141,7 +144,7 @@ def prepare(
         b = i & 1
         mbarrier.wait(free.index(b), ((i >> 1) & 1) ^ 1)
         if L2NORM:
-            inverse = gl.load(of_keys + i * CHUNK + row)
+            inverse = gl.load(of_keys + i * (2 * CHUNK) + row)
         mbarrier.wait(full.index(stage), phase)
         k = ks.index(stage)
         held = tokens - i * CHUNK
@@ -220,14 +223,14 @@ def exponent(x):
 
 
 def transfer(k: Tensor, made: Prepared, segments: Tensor, *, terms: int = 2) -> Tensor:
-    """Launches the kernel; k [T, H, 128] bf16, raw if `made` is of such; segments as `forward_kernel` has
-    them. M [S, HV, K, K] fp32."""
+    """Launches the kernel; k [T, H, 128] bf16, raw if `made` is of such; segments as `forward_kernel` has them. M
+    [S, HV, K, K] fp32."""
     (_, H, D), (HV, NC) = k.shape, made.reach.shape
     M = torch.empty(len(segments), HV, D, D, dtype=torch.float32, device=k.device)
     if len(segments):
         launch(
             transfer_kernel, (len(segments) * HV,), row_tiles(k), tiles(made.A, 64, 64, 64), made.G, M, made.broken,
-            made.reach, made.reach if made.lengths is None else made.lengths, segments, NC, TERMS=terms, H=H,
-            GROUP=HV // H, L2NORM=made.lengths is not None, num_warps=4, **LAUNCH,
+            made.reach, made.lengths, segments, NC, TERMS=terms, H=H, GROUP=HV // H, L2NORM=made.lengths is not None,
+            num_warps=4, **LAUNCH,
         )  # fmt: skip
     return M
