@@ -12,6 +12,7 @@ from deltaspan.kernels import select
 from deltaspan.reference import chunked_gated_delta_rule
 from tests.emulator import load
 from tests.helpers import same_bits
+from tests.op.raw import ALL, draw_raw, made_ready
 from tests.op.support import LAYOUTS, Pack, draw, listed, offsets, split, unlisted
 
 LENGTHS = [700, 1, 0, 799, 64, 63, 1300, 130]
@@ -86,6 +87,20 @@ def test_forward_on_the_emulator(emulated: None, rng: torch.Generator, layout: s
     assert all(relative(*pair) < BF16 for pair in zip(found, truth, strict=True))
     for exchange in ("ring", "all_gather"):
         assert all(map(same_bits, run(pack, ctx, exchange=exchange), found))
+
+
+def test_raw_operands_on_the_emulator(emulated: None, rng: torch.Generator) -> None:
+    """Through exchanges and segments, to the truth of operands made ready in FP64."""
+    raw = draw_raw(rng, FEW, ALL, H=1, HV=2, K=128, V=128).to(torch.bfloat16, raw=torch.bfloat16)
+    pack = raw.pack
+    q, k, g, beta = made_ready(raw, *(x.double() for x in (pack.q, pack.k, pack.g, pack.beta, raw.A_log, raw.dt_bias)))
+    truth = chunked_gated_delta_rule(
+        q, k, pack.v.double(), g, beta, pack.cu_seqlens, initial_state=pack.initial_state.double()
+    )
+    part = split(pack.cu_seqlens, 2, "zigzag", rng)
+    ctx = ds.build_context(part, ds.SimulatedGroup(2), p_rule="occ", sm_count=60)
+    found = run(pack, ctx, **ALL, **{name: [x] * 2 for name, x in raw.parameters.items()})
+    assert all(relative(*pair) < BF16 for pair in zip(found, truth, strict=True))
 
 
 @pytest.mark.gpu

@@ -95,8 +95,11 @@ def forward_kernel(
     gs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], G_tiles.layout)
     xs = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # by token, two of each: a for what is written; for what is read; and, where that takes lengths, for the state
-    factors = gl.allocate_shared_memory(gl.float32, [6 if L2NORM else 4, CHUNK], PLAIN)
+    writes = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)  # a, for what is written
+    reads = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)  # a, for what is read
+    keeps = reads  # a, whose last is for the state
+    if L2NORM:
+        keeps = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)
     os = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], o_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -115,12 +118,12 @@ def forward_kernel(
         inverse = lengths + (h.to(gl.int64) * NC + chunk) * (2 * CHUNK)
     gl.warp_specialize(
         [
-            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, factors, os.index(0), full, empty, ready, free,
-                    begin, end, n, source, hv, HV, scale, felt, 0, STAGES, L2NORM, OUTPUT, EXIT)),
-            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, factors, os.index(1), full, empty, ready, free,
-                    begin, end, n, source, hv, HV, scale, felt, HALF, STAGES, L2NORM, OUTPUT, EXIT)),
-            (prepare, (qs, ks, vs, ws, gs, xs, factors, full, ready, free, broken + h * NC + chunk, inverse,
-                       begin, end, n, scale_log2, STAGES, L2NORM, OUTPUT)),
+            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os.index(0), full, empty, ready,
+                    free, begin, end, n, source, hv, HV, scale, felt, 0, STAGES, OUTPUT, EXIT)),
+            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os.index(1), full, empty, ready,
+                    free, begin, end, n, source, hv, HV, scale, felt, HALF, STAGES, OUTPUT, EXIT)),
+            (prepare, (qs, ks, vs, ws, gs, xs, writes, reads, keeps, full, ready, free, broken + h * NC + chunk,
+                       inverse, begin, end, n, scale_log2, STAGES, L2NORM, OUTPUT)),
             (load, (q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin,
                     hv * NC + chunk, n, h * HEAD_DIM, hv * HEAD_DIM, STAGES, OUTPUT)),
         ],
@@ -153,14 +156,13 @@ def load(
 
 @gluon.jit
 def prepare(
-    qs, ks, vs, ws, gs, xs, factors, full, ready, free, broken, inverse, begin, end, n, scale_log2,
+    qs, ks, vs, ws, gs, xs, writes, reads, keeps, full, ready, free, broken, inverse, begin, end, n, scale_log2,
     STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """X, W and a of every chunk, two ahead at most."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    KEPT: gl.constexpr = 4 if L2NORM else 2
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
     column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
     low = row[:, None] >= column[None, :]
@@ -208,12 +210,12 @@ def prepare(
             if half == 0:
                 written = exp2(G.load(FLAT))
                 kept = gl.where(token >= first_broken, float("nan"), written)
-                factors.index(KEPT + b).store(kept)
+                keeps.index(b).store(kept)
                 if L2NORM:
                     written = written * gl.load(inverse + i * (2 * CHUNK) + CHUNK + token)
                     if OUTPUT:
-                        factors.index(2 + b).store(kept * gl.load(inverse + i * (2 * CHUNK) + token))
-                factors.index(b).store(written)
+                        reads.index(b).store(kept * gl.load(inverse + i * (2 * CHUNK) + token))
+                writes.index(b).store(written)
             X = warpgroup_mma_wait(0, deps=[X, at, k])[0]
             xs.index(b).slice(half * CHUNK, CHUNK, 1).store((X * to_end[:, None]).to(gl.bfloat16))
         fence_async_shared()
@@ -235,16 +237,14 @@ def clear_behind(tile, held):
 
 @gluon.jit
 def walk(
-    o_tiles, o, entry, exit, qs, ks, vs, ws, xs, factors, os, full, empty, ready, free, begin, end, n, source, hv, HV,
-    scale, felt, FIRST: gl.constexpr, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: gl.constexpr,
-    EXIT: gl.constexpr,
+    o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os, full, empty, ready, free, begin, end, n,
+    source, hv, HV, scale, felt, FIRST: gl.constexpr, STAGES: gl.constexpr, OUTPUT: gl.constexpr, EXIT: gl.constexpr,
 ):  # fmt: skip
     """The chain over 64 of the channels of V, from FIRST on."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
-    KEPT: gl.constexpr = 4 if L2NORM else 2
     value = gl.arange(0, HALF, layout=gl.SliceLayout(1, STATE))
     key = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
     size = HEAD_DIM * HEAD_DIM
@@ -266,10 +266,10 @@ def walk(
         U = warpgroup_mma(s, k.permute((1, 0)), U, is_async=True)
         U = warpgroup_mma_wait(0, deps=[U, s, k])[0]
         v = vs.index(stage).slice(FIRST, HALF, 1).permute((1, 0)).load(ACC)
-        written = factors.index(b).load(gl.SliceLayout(0, ACC))
+        written = writes.index(b).load(gl.SliceLayout(0, ACC))
         if OUTPUT:
-            read = factors.index(2 + b).load(gl.SliceLayout(0, ACC))
-        gamma = factors.index(KEPT + b).slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, STATE))
+            read = reads.index(b).load(gl.SliceLayout(0, ACC))
+        gamma = keeps.index(b).slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, STATE))
         R = (v.to(gl.float32) - written[None, :] * U).to(gl.bfloat16)
         S = S * gamma[None, :]
         r = gl.convert_layout(R, STATE_LEFT)
