@@ -56,16 +56,23 @@ def default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMAShared
     return gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
 
 
-def tiles(x: Tensor, row: int, *block: int) -> TensorDescriptor:
+class Tiles(TensorDescriptor):
+    """A descriptor that is not checked anew for every launch: what it must be, ours are by how they are made."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def tiles(x: Tensor, row: int, *block: int) -> Tiles:
     """A dense tensor as the copy engine sees it: rows of so many numbers, in blocks of this shape, swizzled as matrix
     products want it."""
-    return TensorDescriptor(x, [x.numel() // row, row], [row, 1], list(block), default_layout(block, x.dtype))
+    return Tiles(x, [x.numel() // row, row], [row, 1], list(block), default_layout(block, x.dtype))
 
 
-def row_tiles(x: Tensor, width: int = 128) -> TensorDescriptor:
+def row_tiles(x: Tensor, width: int = 128) -> Tiles:
     """Rows [T, h, 128], dense but for their pitch, as [T, h * 128] in blocks of [64, width]."""
     T, heads, D = x.shape
-    return TensorDescriptor(x, [T, heads * D], [x.stride(0), 1], [64, width], default_layout((64, width), x.dtype))
+    return Tiles(x, [T, heads * D], [x.stride(0), 1], [64, width], default_layout((64, width), x.dtype))
 
 
 def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> None:
