@@ -20,7 +20,7 @@ FLOOR = {
     "cli": 5, "__main__": 6,
 }  # fmt: skip
 FACADE = 3.5  # `import deltaspan` offers everything up to nn, so only the rooms above nn may use it
-SIDEWAYS = {("plan", "layout"), ("demo", "plots")}
+SIDEWAYS = {("plan", "layout"), ("demo", "plots"), ("bench", "verify")}
 TIERS_SEEN_BY_OP = ("deltaspan.kernels.select", "deltaspan.kernels.stages")
 
 

@@ -70,23 +70,25 @@ def _lengths(l2norm: bool) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _forward(
-    H: int, group: int, *, output: bool, exits: bool, instructions: int, spills: int = 0, l2norm: bool = False
-) -> Case:
+    H: int, group: int, *, output: bool, exits: bool, instructions: int, halves: bool = False, spills: int = 0,
+    l2norm: bool = False,
+) -> Case:  # fmt: skip
+    width = 64 if halves else 128
     arguments, constants = _lengths(l2norm)
     return Case(
         kernel="deltaspan.kernels.hopper.forward:forward_kernel",
         arguments=A_WALK
-        | {"q_tiles": "tiles<bf16[64, 128]>", "v_tiles": "tiles<bf16[64, 128]>", "o_tiles": "tiles<bf16[64, 64]>"}
+        | {"q_tiles": "tiles<bf16[64, 128]>", "v_tiles": f"tiles<bf16[64, {width}]>", "o_tiles": "tiles<bf16[64, 64]>"}
         | {"G_tiles": "tiles<fp32[1, 64]>", "o": "*bf16", "entry": "*fp32", "exit": "*fp32", "scale": "fp32"}
         | {"scale_log2": "fp32"}
         | arguments,
-        constants={"H": H, "GROUP": group, "OUTPUT": output, "EXIT": exits} | constants,
+        constants={"H": H, "GROUP": group, "HALVES": halves, "OUTPUT": output, "EXIT": exits} | constants,
         num_warps=4,
-        registers=128,
+        registers=168 if halves else 128,
         shared=WHOLE,
         instructions=instructions,
         spills=spills,
-        reason="one program a multiprocessor, whose registers its partitions share out: 128 a thread on average"
+        reason="one program a multiprocessor, whose registers its partitions share out: 128 a thread on average, or 168"
         + ("; Triton 3.9 lays by addresses of the exit state, outside the loop, and one index" if spills else ""),
     )
 
@@ -122,6 +124,21 @@ def _compose(kernel: str, arguments: str, instructions: int, spills: int = 0, **
     )
 
 
+def _conv(kind: str, D: int, W: int, registers: int, instructions: int, reason: str) -> Case:
+    tables = {"fragments": "*i32", "bounds": "*i32", "history_row": "*i64", "tokens": "i32"}
+    return Case(
+        kernel="deltaspan.kernels.hopper.conv:conv_kernel",
+        arguments={name: f"*{kind}" for name in ("x", "history", "y")} | {"weight": "*fp32", "bias": "*fp32"} | tables,
+        constants={"D": D, "PITCH": D, "RECEIVED_PITCH": D, "W": W, "CHANNELS": 128 if kind == "fp32" else 256}
+        | {"RUN": 32, "BIAS": True, "SILU": True},
+        num_warps=1,
+        registers=registers,
+        shared=0,
+        instructions=instructions,
+        reason=reason,
+    )
+
+
 CHAIN_ARGUMENTS = """maps offsets members starts wanted out_maps out_offsets map_row map_head offset_row offset_head"""
 
 CASES = {
@@ -132,14 +149,28 @@ CASES = {
     "forward, 16 key heads x 3": _forward(16, 3, output=True, exits=False, instructions=2650),
     "forward, 2 key heads x 4": _forward(2, 4, output=True, exits=False, instructions=2650),
     "forward with exit states": _forward(16, 3, output=True, exits=True, instructions=2800, spills=16),
+    "forward on halves of V": _forward(16, 3, output=True, exits=False, instructions=2650, halves=True),
+    "forward on halves of V with exit states": _forward(16, 3, output=True, exits=True, instructions=2800, halves=True),
+    "exit states alone on halves of V": _forward(16, 3, output=False, exits=True, instructions=2250, halves=True),
     "exit states alone": _forward(16, 3, output=False, exits=True, instructions=2250),
     "raw forward": _forward(16, 3, output=True, exits=False, instructions=2700, l2norm=True),
     "raw forward with exit states": _forward(16, 3, output=True, exits=True, instructions=2900, spills=17, l2norm=True),
+    "raw forward on halves of V with exit states": _forward(
+        16, 3, output=True, exits=True, instructions=2900, halves=True, l2norm=True
+    ),
     "raw exit states alone": _forward(16, 3, output=False, exits=True, instructions=2300, l2norm=True),
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),
     "raw transfer": _transfer(16, 3, instructions=2900, l2norm=True),
     "merge": _compose("merge_kernel", "M X b out", 1600, WIDTH=128),
+    "convolution, 4 taps, bf16": _conv(
+        "bf16", 2048, 4, 112, 1000, "18 warps a multiprocessor, 4 rows of 512 bytes each under way: 36 KB"
+    ),
+    "convolution, 4 taps, fp32": _conv("fp32", 2048, 4, 80, 540, "24 warps a multiprocessor, to the same end: 48 KB"),
+    "convolution, 8 taps, bf16": _conv("bf16", 2048, 8, 200, 1750, "10 warps a multiprocessor: 20 KB under way"),
+    "convolution, rows at any pitch": _conv(
+        "bf16", 301, 4, 160, 1750, "12 warps a multiprocessor; loads of one number"
+    ),
     "chain": _compose("chain_kernel", CHAIN_ARGUMENTS, 2000, spills=2, HV=48, MAPS=True),
 }
 """Of each kernel the variants that differ in what they take."""

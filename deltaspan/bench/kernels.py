@@ -2,14 +2,15 @@
 
     python -m deltaspan.bench.kernels [--json FILE]
 
-Each is captured in a CUDA graph, so that no launch of the host stands between; checked against FP64 before it is timed.
+Prep, and the convolution of a packed q | k | v row. Each is captured in a CUDA graph, so that no launch of the host
+stands between; checked against FP64 before it is timed.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -22,41 +23,69 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+import deltaspan as ds
 from deltaspan.bench.facts import commit, machine, versions
-from deltaspan.bench.operands import Operands, draw
-from deltaspan.bench.shards import LOCAL_SHARDS, local_shard
-from deltaspan.plan import CHUNK, chunk_grid
+from deltaspan.bench.operands import HEAD_DIM, Operands, draw
+from deltaspan.bench.shards import LOCAL_SHARDS, Shard, local_shard
+from deltaspan.plan import chunk_grid
+from deltaspan.reference import causal_conv1d
 
 HEADS = (16, 48)
+TAPS = 4
 ROUNDS, REPEATS = 15, 8  # samples, and launches in each
-CHECKED_CHUNKS = 16
-FLOOR_EXCESS = 1.05  # of the error of rounding the exact A to bf16: fp32-class arithmetic adds next to nothing
+CHECKED_CHUNKS = 16  # of prep
+CHECKED_CHANNELS = 64  # of the convolution
+FLOOR_EXCESS = 1.05  # of the error of rounding the exact result to bf16: fp32-class arithmetic adds next to nothing
 
 
 def report(shards: list[str], *, seed: int = 0) -> dict[str, Any]:
-    """By shard: the prep stage's time, that of a copy of its bytes, and its error beside that of rounding to bf16."""
-    prep = import_module("deltaspan.kernels.hopper.prep").prep
-    rows = []
-    for name in shards:
-        shard = local_shard(name)
-        grid = chunk_grid(shard.part, 0)
-        chunks = torch.tensor(list(zip(grid.start, grid.length, strict=True)), dtype=torch.int32, device="cuda")
-        x = draw(shard.part.total_tokens, HEADS, "moderate", device="cuda", seed=seed)
-        k, g, beta = x.k[0], x.g[0], x.beta[0]
-        made = prep(k, g, beta, chunks)
-        error, floor = _errors(x, chunks, made.A)
-        moved = sum(t.numel() * t.element_size() for t in (k, g, beta, *made[:4]))
-        # Read once, written once, by a kernel: as a node of a graph a copy goes another, slower way.
-        source = torch.randn(moved // 8, device="cuda")
-        target = torch.empty_like(source)
-        copy = partial(torch.neg, source, out=target)
-        kernel_ms, copy_ms = graph_times(partial(prep, k, g, beta, chunks), copy)
-        rows.append(
-            {"kernel": "prep", "shard": name, "tokens": shard.part.total_tokens, "gigabytes": moved / 1e9,
-             "kernel_ms": kernel_ms, "copy_ms": copy_ms, "ratio": kernel_ms / copy_ms, "error": error, "floor": floor,
-             "ok": error <= FLOOR_EXCESS * floor}
-        )  # fmt: skip
+    """By shard and kernel: its time, that of a copy of its bytes, and its error beside that of rounding to bf16."""
+    rows = [row(local_shard(name), seed) for name in shards for row in (prep_row, convolution_row)]
     return {"machine": machine("cuda"), "versions": versions([]), "commit": commit(), "rows": rows}
+
+
+def prep_row(shard: Shard, seed: int) -> dict[str, Any]:
+    prep = import_module("deltaspan.kernels.hopper.prep").prep
+    grid = chunk_grid(shard.part, 0)
+    chunks = torch.tensor(list(zip(grid.start, grid.length, strict=True)), dtype=torch.int32, device="cuda")
+    x = draw(shard.part.total_tokens, HEADS, "moderate", device="cuda", seed=seed)
+    given = x.k[0], x.g[0], x.beta[0]
+    made = prep(*given, chunks)
+    return _row("prep", shard, partial(prep, *given, chunks), (*given, *made[:4]), _errors(x, chunks, made.A))
+
+
+def convolution_row(shard: Shard, seed: int) -> dict[str, Any]:
+    H, HV = HEADS
+    D, numbers = (2 * H + HV) * HEAD_DIM, torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(shard.part.total_tokens, D, generator=numbers, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(D, TAPS, generator=numbers, device="cuda") / TAPS
+    ctx = ds.build_context(shard.part, device="cuda", conv_kernel_size=TAPS)
+    call = partial(ds.causal_conv1d, x, weight, ctx, backend="hopper")
+    y = call()
+    return _row("convolution", shard, call, (x, weight, y), convolution_errors(x, weight, shard.part.cu_seqlens, y))
+
+
+def _row(
+    kernel: str, shard: Shard, call: Callable[[], object], moved: Iterable[Tensor], errors: tuple[float, float]
+) -> dict[str, Any]:
+    """moved: what the call reads or writes at least."""
+    size, (error, floor) = sum(t.numel() * t.element_size() for t in moved), errors
+    # Read once, written once, by a kernel: as a node of a graph a copy goes another, slower way.
+    source = torch.randn(size // 8, device="cuda")
+    kernel_ms, copy_ms = graph_times(call, partial(torch.neg, source, out=torch.empty_like(source)))
+    return {
+        "kernel": kernel, "shard": shard.name, "tokens": shard.part.total_tokens, "gigabytes": size / 1e9,
+        "kernel_ms": kernel_ms, "copy_ms": copy_ms, "ratio": kernel_ms / copy_ms, "error": error, "floor": floor,
+        "ok": error <= FLOOR_EXCESS * floor,
+    }  # fmt: skip
+
+
+def convolution_errors(x: Tensor, weight: Tensor, cu_seqlens: Sequence[int], y: Tensor) -> tuple[float, float]:
+    """Relative RMS of y [T, D] against FP64 in some channels, and that of the exact y rounded to its type."""
+    some = slice(None, None, max(1, x.shape[1] // CHECKED_CHANNELS))
+    exact = causal_conv1d(x[:, some], weight[some], cu_seqlens)
+    found, rounded = ((t.double() - exact).norm() / exact.norm() for t in (y[:, some], exact.to(y.dtype)))
+    return found.item(), rounded.item()
 
 
 def _errors(x: Operands, chunks: Tensor, A: Tensor) -> tuple[float, float]:
@@ -100,9 +129,7 @@ def graph_times(*calls: Callable[[], object]) -> list[float]:
 
 
 def table(record: dict[str, Any]) -> Table:
-    shown = Table(
-        "kernel", "shard", "ms", "copy ms", "ratio", "TB/s", f"error of {CHUNK} x {CHUNK}", "bf16 floor", "ok"
-    )
+    shown = Table("kernel", "shard", "ms", "copy ms", "ratio", "TB/s", "error", "bf16 floor", "ok")
     for row in record["rows"]:
         rate = row["gigabytes"] / row["kernel_ms"]
         shown.add_row(

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
-DECAYS = ("moderate", "slow")
+DECAYS = ("moderate", "slow")  # in which times are taken
+REGIMES = (*DECAYS, "zero", "strong", "mixed")
 HEAD_DIM = 128  # of keys and of values
 A_LOW, A_HIGH = 1.0, 16.0
 SHIFT = 4.0
-SLOW = 1e-4
+SLOW, STRONG = 1e-4, 20.0
 
 
 class Operands(NamedTuple):
@@ -47,8 +48,9 @@ def draw(tokens: int, heads: Sequence[int], decay: str, *, device: str, seed: in
     Args:
         tokens: T.
         heads: H and HV.
-        decay: "moderate", g = -A softplus(x - 4) with x normal and A uniform in [1, 16] for each head; or "slow",
-            g = -1e-4 u with u uniform in [0, 1], so that nothing of the past fades.
+        decay: "moderate", g = -A softplus(x - 4) with x normal and A uniform in [1, 16] for each head; "slow",
+            g = -1e-4 u with u uniform in [0, 1], so that nothing of the past fades; "zero", g = 0; "strong", 20 times
+            moderate; "mixed", one of these four after another from head to head.
         device, seed: the same numbers on the same kind of device.
     """
     H, HV = heads
@@ -62,8 +64,19 @@ def draw(tokens: int, heads: Sequence[int], decay: str, *, device: str, seed: in
 
     q, k = (normalize(normal(H, HEAD_DIM), dim=-1).bfloat16() for _ in range(2))
     v, do = (normal(HV, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2))
-    if decay == "moderate":
-        g = -(A_LOW + (A_HIGH - A_LOW) * uniform(HV)) * softplus(normal(HV) - SHIFT)
-    else:
-        g = -SLOW * uniform(1, tokens, HV)
+
+    def decays(regime: str) -> Tensor:
+        match regime:
+            case "moderate" | "strong":
+                g = -(A_LOW + (A_HIGH - A_LOW) * uniform(HV)) * softplus(normal(HV) - SHIFT)
+                return STRONG * g if regime == "strong" else g
+            case "slow":
+                return -SLOW * uniform(1, tokens, HV)
+            case _:
+                return torch.zeros(1, tokens, HV, device=device)
+
+    g = decays(decay)
+    if decay == "mixed":
+        for i, regime in enumerate(REGIMES[:4]):
+            g[..., i::4] = decays(regime)[..., i::4]
     return Operands(q, k, v, g, normal(HV).sigmoid(), do)

@@ -25,16 +25,17 @@ import deltaspan as ds
 from deltaspan.bench.facts import commit, machine, versions
 from deltaspan.bench.kernels import graph_times
 from deltaspan.bench.operands import DECAYS, Operands, draw
-from deltaspan.kernels import select
+from deltaspan.bench.shards import local_shard
+from deltaspan.bench.stages import stage_rows
 from deltaspan.layout import LAYOUTS
 from deltaspan.plan import DEFAULT_RULE, RULES, rank_chunks
-from deltaspan.plan.cost import RankChunks, StepCosts, makespans
+from deltaspan.plan.cost import RankChunks, StepCosts
 from deltaspan.plan.rules import PUBLISHED_COSTS, Target
 
 HEADS = (16, 48)
 PACKS = ("P1", "P2", "P3", "P4", "P5")
 CPS = (2, 4, 8, 16)
-STEPS_TOKENS, STEPS_SEGMENTS = 63_744, 11  # four waves of walks, as long as a plan would make them
+STEPS_SHARD, STEPS_SEGMENTS = "P4/4", 11  # four waves of walks, as long as a plan would make them
 UNIT_MS = 1e-5  # of step costs, 10 ns
 
 
@@ -49,27 +50,11 @@ class Row(NamedTuple):
 
 def step_costs(decay: str, *, sm_count: int, seed: int = 0) -> StepCosts:
     """Measured: time of a walk over the chunks that the busiest multiprocessor walks, one after another."""
-    part = ds.partition([0, STEPS_TOKENS], 1)
-    ctx, hv, tier = ds.build_context(part, device="cuda"), HEADS[1], select.tier("hopper")
-    (view,) = ctx._views
-    cut = ctx._cut(view, hv, STEPS_SEGMENTS)
-    x = draw(STEPS_TOKENS, HEADS, decay, device="cuda", seed=seed)
-    operands = x.q[0], x.k[0], x.v[0], x.g[0], x.beta[0]
-    tape = tier.prep(*operands, view.grid, scale=1.0, unit_keys=True)
-    states = torch.randn(cut.count, hv, 128, 128, device="cuda")
-    left = states[cut.left_slots]
-    M, b = tier.summary(tape, cut.left, left)
-    ms = graph_times(
-        partial(tier.walk, tape, cut.every, states, output=True, exits=False),
-        partial(tier.transfer, tape, cut.left),
-        partial(tier.summary, tape, cut.left, left),
-        partial(tier.chain, M, b, cut.forward.chains, maps=False),
-    )
-    (rank,) = rank_chunks(part)
-    summary, walk = makespans(rank, STEPS_SEGMENTS, hv, sm_count)
-    tape_ms, transfer_ms, offset_ms = ms[0] / walk, ms[1] / summary, (ms[2] - ms[1]) / summary
-    costs = (tape_ms, transfer_ms, offset_ms, ms[3] / (STEPS_SEGMENTS - 2))
-    return StepCosts(*(max(1, round(cost / UNIT_MS)) for cost in costs), compose_weight=1)
+    made = stage_rows(local_shard(STEPS_SHARD), HEADS, decay, STEPS_SEGMENTS, sm_count=sm_count, seed=seed)
+    rows = {row["stage"]: row for row in made}
+    ms = [rows[name]["step_us"] / 1e3 for name in ("walk", "maps", "exit states")]
+    ms.append(rows["chain"]["ms"] / (STEPS_SEGMENTS - 2))
+    return StepCosts(*(max(1, round(cost / UNIT_MS)) for cost in ms), compose_weight=1)
 
 
 def differing(

@@ -9,6 +9,7 @@ import torch
 
 TIERS = ("torch", "hopper")
 HOMES = {"torch": "deltaspan.kernels.torch", "hopper": "deltaspan.kernels.hopper.tier"}
+MOST_TAPS = 8  # of a convolution on the Hopper tier, which keeps a row and weights of each in registers
 
 
 def is_supported(device: torch.device | str) -> bool:
@@ -28,17 +29,35 @@ def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu",
     Raises:
         ValueError: an unknown name, or a tier that does not serve the call, with the reason.
     """
-    if backend not in ("auto", *TIERS):
-        raise ValueError(f"backend must be one of {['auto', *TIERS]}, got {backend!r}")
+    _check_name(backend)
     return _chosen(backend, device, **call)
 
 
 @lru_cache
 def _chosen(backend: str, device: torch.device | str, **call: Any) -> str:
-    if not is_supported(device):
-        raise ValueError(f"backend {backend!r} runs on cpu and cuda devices, got {device}")
+    _check_device(backend, device)
     if backend == "hopper" and (reason := _beyond_hopper(torch.device(device), **call)):
-        raise ValueError(f"backend 'hopper' {reason}; backend='torch' does")
+        raise _refusal(reason)
+    return "torch" if backend == "auto" else backend
+
+
+def chosen_for_convolution(backend: str, *, device: torch.device | str, dtype: torch.dtype, taps: int) -> str:
+    """The tier that serves `backend` for a convolution of rows of type `dtype`; "auto" is the torch tier until the
+    kernel has been measured on a device. Device, type and taps alone decide, so that a checkpoint's recompute goes the
+    way of the first run.
+
+    Raises:
+        ValueError: as `chosen_backend`.
+    """
+    _check_name(backend)
+    return _chosen_for_convolution(backend, device, dtype, taps)
+
+
+@lru_cache
+def _chosen_for_convolution(backend: str, device: torch.device | str, dtype: torch.dtype, taps: int) -> str:
+    _check_device(backend, device)
+    if backend == "hopper" and (reason := _convolution_beyond_hopper(torch.device(device), dtype, taps)):
+        raise _refusal(reason)
     return "torch" if backend == "auto" else backend
 
 
@@ -53,8 +72,8 @@ def _beyond_hopper(
     save_mode: str = "light", backward: bool = False,
 ) -> str | None:  # fmt: skip
     """Why the Hopper tier does not serve a call, None if it does."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return f"runs on CUDA devices of compute capability 9.0, not on {device}"
+    if reason := _not_on(device):
+        return reason
     if dtype != torch.bfloat16 or (K, V) != (128, 128):
         return f"serves bf16 operands with K = V = 128, not {dtype} with K={K} and V={V}"
     if not unit_keys:
@@ -63,6 +82,41 @@ def _beyond_hopper(
         return "has no backward yet: it serves deltaspan.forward and calls under torch.no_grad()"
     if save_mode != "light":
         return f"does not serve save_mode={save_mode!r} yet"
+    return _without_triton()
+
+
+def _convolution_beyond_hopper(device: torch.device, dtype: torch.dtype, taps: int) -> str | None:
+    """Why the Hopper tier does not serve a convolution, None if it does."""
+    if reason := _not_on(device):
+        return reason
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"serves bf16, fp16 and fp32 rows, not {dtype}"
+    if taps > MOST_TAPS:
+        return f"serves up to {MOST_TAPS} taps, not {taps}"
+    return _without_triton()
+
+
+def _check_name(backend: str) -> None:
+    if backend not in ("auto", *TIERS):
+        raise ValueError(f"backend must be one of {['auto', *TIERS]}, got {backend!r}")
+
+
+def _check_device(backend: str, device: torch.device | str) -> None:
+    if not is_supported(device):
+        raise ValueError(f"backend {backend!r} runs on cpu and cuda devices, got {device}")
+
+
+def _refusal(reason: str) -> ValueError:
+    return ValueError(f"backend 'hopper' {reason}; backend='torch' does")
+
+
+def _not_on(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"runs on CUDA devices of compute capability 9.0, not on {device}"
+    return None
+
+
+def _without_triton() -> str | None:
     try:
         import_module(HOMES["hopper"])
     except ImportError as error:

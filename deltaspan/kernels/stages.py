@@ -30,8 +30,8 @@ are.
 
 and those of the convolution, D channels:
 
-    pre = preactivation(x, history, weight, bias, edges)            x [T, D] -> pre [tokens, D]
-    y = activate(pre, activation, x)                                [T, D]
+    y = convolve(x, history, weight, bias, edges, activation)       x [T, D] -> y [T, D]
+    pre = preactivation(x, history, weight, bias, edges)            [tokens, D], formed again by the backward
     dpre = activation_gradient(pre, activation, dy)
     dx, dweight, dbias = conv_gradients(x, history, weight, dpre, following, edges)
 """
@@ -68,6 +68,7 @@ class Runs(NamedTuple):
     last: Tensor  # [n] int64, last chunk, in walking order
     table: Tensor  # [n, 4] int32: first token, end, first chunk, place as the caller counts them; in walking order
     active: tuple[int, ...]  # by step, how many still have a chunk
+    halves: bool  # whether they end sooner on each half of V's channels side by side, with the same bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +114,17 @@ class Edges:
     length: Tensor  # [S] int64
     history_row: Tensor  # [S, width - 1] int64, received row of the token width - 1 - k before the fragment, -1 none
     following_row: Tensor  # [S, width - 1] int64, received row of the token k after its end, -1 none
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """[S + 1] int32: first local token of each fragment, and the end of the last."""
+        return torch.nn.functional.pad(self.start, (0, 1), value=self.tokens).int()
+
+    @cached_property
+    def fragments(self) -> Tensor:
+        """[tokens / 64, rounded up] int32: the fragment of every 64th local token."""
+        every = torch.arange(0, self.tokens, CHUNK, dtype=torch.int32, device=self.start.device)
+        return torch.searchsorted(self.bounds[1:], every, right=True, out_int32=True)
 
     @cached_property
     def before(self) -> Tensor:

@@ -58,7 +58,7 @@ class Context:
     _group: GroupView
     _simulated: bool
     _plans: dict[int, list[int]]  # by value heads: segments of a fragment, by rank
-    _cuts: dict[tuple[int, int], Segments]  # by rank and segments of a fragment
+    _cuts: dict[tuple[int, int, int], Segments]  # by rank, segments of a fragment and value heads
 
     def __init__(self, **fields: Any) -> None:
         for name, value in {**fields, "_plans": {}, "_cuts": {}}.items():
@@ -137,9 +137,9 @@ class Context:
 
     def _cut(self, view: RankView, hv: int, given: int | None) -> Segments:
         """A rank's segments on its device; made at the first call that wants them."""
-        key = view.rank, self._segments(view.rank, hv, given)
+        key = view.rank, self._segments(view.rank, hv, given), hv
         if key not in self._cuts:
-            self._cuts[key] = cut(view, key[1])
+            self._cuts[key] = cut(view, *key[1:], self.sm_count)
         return self._cuts[key]
 
     def _each(self, read: Any) -> Any:

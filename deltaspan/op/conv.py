@@ -34,15 +34,18 @@ def causal_conv1d(
     activation: str | None = "silu",
     initial_state: None = None,
     output_final_state: bool = False,
+    backend: str = "auto",
     recompute_handle: RecomputeHandle | None = None,
 ) -> Any:
     """Depthwise causal convolution within every document, as if one rank held the whole pack. Differentiable.
 
         y[t] = act(sum_k weight[:, k] x[t - W + 1 + k] + bias), with zeros before a document
 
-    Summed in fp32 (fp64 beside such operands) in the order of the taps: the same bits for every layout. With a process
-    group a collective in both directions. With a SimulatedGroup operands and results are lists, one entry a rank;
-    weight and bias may also be given once for all.
+    Summed in fp32 (fp64 beside such operands) in the order of the taps: on one tier, the same bits for every layout.
+    With `backend="hopper"` the forward of bf16, fp16 and fp32 rows with up to 8 taps is one kernel on devices of
+    compute capability 9.0; all else is plain torch, and so is every backward, which forms the sums again. With a
+    process group a collective in both directions. With a SimulatedGroup operands and results are lists, one entry a
+    rank; weight and bias may also be given once for all.
 
     Args:
         x: [1, T, D], T this rank's tokens; or a tuple of such, whose rows travel in one exchange. The batch axis may be
@@ -51,6 +54,7 @@ def causal_conv1d(
             is this rank's share of a sum over the group.
         bias: [D] or None; a tuple beside a tuple.
         activation: "silu" or None.
+        backend: a tier's name: "hopper" is the kernel, "torch" does without, and "auto" is "torch" for now.
         recompute_handle: a `RecomputeHandle`, so that a checkpoint's recompute asks for no collective.
 
     Returns:
@@ -74,7 +78,8 @@ def causal_conv1d(
         _check(ctx, view, *_as_tuples(*given)) for view, *given in zip(ctx._views, shards, weights, biases, strict=True)
     ]
     flat = [t for filters in ranks for f in filters for t in f]
-    results = iter(_CausalConv1d.apply(ctx, activation, len(ranks[0]), recompute_handle, anchor(ctx), *flat))
+    tiers = [_tier(ctx, backend, filters) for filters in ranks]
+    results = iter(_CausalConv1d.apply(ctx, activation, tiers, len(ranks[0]), recompute_handle, anchor(ctx), *flat))
     outputs = [
         tuple(next(results).reshape(t.shape) for t in (shard if isinstance(shard, tuple) else (shard,)))
         for shard in shards
@@ -83,21 +88,21 @@ def causal_conv1d(
 
 
 def forward_program(
-    ctx: Context, view: RankView, filters: list[Filter], activation: str | None, history: list[Tensor] | None = None
+    tier: Any, view: RankView, filters: list[Filter], activation: str | None, history: list[Tensor] | None = None
 ) -> Program[tuple]:
     """One rank's convolutions: outputs [T, D], and the history rows [received, D] that its backward reads.
 
     history: what an earlier run of the same forward received, which then is not fetched again.
     """
-    tier = _tier(ctx)
     if history is None:
         history = yield from fetch_rows("halo", view.history, [f.x for f in filters])
-    pre = [tier.preactivation(f.x, h, f.weight, f.bias, view.edges) for f, h in zip(filters, history, strict=True)]
-    return [tier.activate(p, activation, f.x) for p, f in zip(pre, filters, strict=True)], history
+    return [
+        tier.convolve(f.x, h, f.weight, f.bias, view.edges, activation) for f, h in zip(filters, history, strict=True)
+    ], history
 
 
 def backward_program(
-    ctx: Context,
+    tier: Any,
     view: RankView,
     filters: list[Filter],
     activation: str | None,
@@ -105,7 +110,6 @@ def backward_program(
     dys: list[Tensor],
 ) -> Program[list[tuple[Tensor, Tensor, Tensor]]]:
     """One rank's dx, dweight and dbias of each; a token's gradient also gathers from the fragments that read it."""
-    tier = _tier(ctx)
     pre = [tier.preactivation(f.x, h, f.weight, f.bias, view.edges) for f, h in zip(filters, history, strict=True)]
     dpre = [tier.activation_gradient(p, activation, dy) for p, dy in zip(pre, dys, strict=True)]
     following = yield from fetch_rows("halo_gradient", view.following, dpre)
@@ -123,6 +127,7 @@ class _CausalConv1d(torch.autograd.Function):
         fn: Any,
         ctx: Context,
         activation: str | None,
+        tiers: list[Any],
         count: int,
         handle: RecomputeHandle | None,
         anchor: Tensor,
@@ -138,13 +143,13 @@ class _CausalConv1d(torch.autograd.Function):
         received = [None] * len(ranks) if entry is None else entry[1]
         done = ctx._transport.run(
             [
-                forward_program(ctx, view, filters, activation, history)
-                for view, filters, history in zip(ctx._views, ranks, received, strict=True)
+                forward_program(tier, view, filters, activation, history)
+                for tier, view, filters, history in zip(tiers, ctx._views, ranks, received, strict=True)
             ]
         )
         if handle is not None and entry is None:
             handle.entries[CONVOLUTION] = problem, [history for _, history in done]
-        fn.context, fn.activation, fn.count, fn.given = ctx, activation, count, len(flat)
+        fn.context, fn.activation, fn.tiers, fn.count, fn.given = ctx, activation, tiers, count, len(flat)
         fn.save_for_backward(*flat, *(h for _, history in done for h in history))
         return tuple(y for outputs, _ in done for y in outputs)
 
@@ -157,9 +162,9 @@ class _CausalConv1d(torch.autograd.Function):
         done = ctx._transport.run(
             [
                 backward_program(
-                    ctx, view, filters, fn.activation, history[i * n : (i + 1) * n], grads[i * n : (i + 1) * n]
+                    tier, view, filters, fn.activation, history[i * n : (i + 1) * n], grads[i * n : (i + 1) * n]
                 )
-                for i, (view, filters) in enumerate(zip(ctx._views, ranks, strict=True))
+                for i, (tier, view, filters) in enumerate(zip(fn.tiers, ctx._views, ranks, strict=True))
             ]
         )
         gradients = (
@@ -168,7 +173,7 @@ class _CausalConv1d(torch.autograd.Function):
             for f, of_filter in zip(filters, by_filter, strict=True)
             for x, t in zip(f, of_filter, strict=True)
         )
-        return None, None, None, None, None, *gradients
+        return None, None, None, None, None, None, *gradients
 
 
 def _by_rank(flat: tuple, count: int) -> list[list[Filter]]:
@@ -209,5 +214,7 @@ def _check(ctx: Context, view: RankView, xs: tuple, weights: tuple, biases: tupl
     return filters
 
 
-def _tier(ctx: Context) -> Any:
-    return select.tier(select.chosen_backend("auto", device=ctx.device))
+def _tier(ctx: Context, backend: str, filters: list[Filter]) -> Any:
+    """The tier that serves these. Raises ValueError if the one that is asked for does not."""
+    dtype, taps = filters[0].x.dtype, ctx.conv_kernel_size
+    return select.tier(select.chosen_for_convolution(backend, device=ctx.device, dtype=dtype, taps=taps))

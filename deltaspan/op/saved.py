@@ -69,8 +69,9 @@ def check_saved(
     if saved.rank != rank:
         raise ValueError(f"{argument} was kept by the forward of rank {saved.rank}, and given to rank {rank}")
     if saved.shapes != shapes(x):
-        had, got = ([None if s is None else (*s[0], s[1]) for s in of] for of in (saved.shapes, shapes(x)))
-        raise ValueError(f"{argument} was kept by a forward with operands {had}, got {got}")
+        name, had, got = next(row for row in zip(x._fields, saved.shapes, shapes(x), strict=True) if row[1] != row[2])
+        had, got = ("none" if s is None else f"{tuple(s[0])} in {s[1]}" for s in (had, got))
+        raise ValueError(f"{argument} was kept by a forward with another {name}: {had}, got {got}")
     if other := [name for name in SHAPING if getattr(saved.options, name) != getattr(options, name)]:
         had, got = (", ".join(f"{n}={getattr(o, n)!r}" for n in other) for o in (saved.options, options))
         raise ValueError(f"{argument} was kept by a forward with {had}, got {got}")

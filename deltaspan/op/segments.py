@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltaspan.kernels.stages import Runs
 from deltaspan.op.view import RankView, chains_from, columns_of, upload
-from deltaspan.plan import ChunkGrid, Passage, WalkOrder, chunk_grid, passages, segment_table, walk_order
+from deltaspan.plan import ChunkGrid, Passage, WalkOrder, chunk_grid, in_halves, passages, segment_table, walk_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Segments:
     backward: Passage[Tensor]
 
 
-def cut(view: RankView, segments: int) -> Segments:
+def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:
     """The segments of a rank that cuts each of its fragments into so many, or as many as it has chunks."""
     part, device = view.part, view.cu_seqlens.device
     table = segment_table(part, view.rank, segments)
@@ -54,10 +54,14 @@ def cut(view: RankView, segments: int) -> Segments:
     columns += [c for way in ways for c in (*columns_of(way.chains), *way[2:])]
     tensors = iter(upload(device, [*arrays.values(), *columns]))
     take = tensors.__next__
+    halves = {name: in_halves(w.count.tolist(), hv, sm_count) for name, w in walks.items()}
     return Segments(
         count=len(table.first),
         **{name: take() for name in arrays},
-        **{name: Runs(take(), take(), take(), take(), take().int(), w.active) for name, w in walks.items()},
+        **{
+            name: Runs(take(), take(), take(), take(), take().int(), w.active, halves[name])
+            for name, w in walks.items()
+        },
         **{name: _passage(way, take) for name, way in zip(("forward", "backward"), ways, strict=True)},
     )
 

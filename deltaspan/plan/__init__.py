@@ -1,6 +1,6 @@
 """How fragments are cut into segments and chunks: data in, data out, the same on every rank."""
 
-from deltaspan.plan.cost import RankChunks, lpt_makespan, rank_chunks, rank_cost, rank_walk_steps, walk_steps
+from deltaspan.plan.cost import RankChunks, in_halves, lpt_makespan, rank_chunks, rank_cost, rank_walk_steps, walk_steps
 from deltaspan.plan.rules import (
     DEFAULT_RULE,
     MOST_SEGMENTS,
@@ -45,6 +45,7 @@ __all__ = [
     "collective_bytes",
     "crossings",
     "head_ranges",
+    "in_halves",
     "lpt_makespan",
     "passages",
     "plan_segments",

@@ -6,6 +6,7 @@ the makespan of handing them out longest first (LPT). All figures are whole numb
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -15,6 +16,10 @@ import numpy as np
 
 from deltaspan.layout import Partition
 from deltaspan.plan.tables import CHUNK
+
+# A chunk's step of a walk on all channels of V, and on half of them, which repeats what is prepared for both: counted,
+# 152k and 96k FLOP a token, and the latency of the chain between them alike.
+WHOLE_STEP, HALF_STEP = 4, 3
 
 
 class StepCosts(NamedTuple):
@@ -79,6 +84,13 @@ def lpt_makespan(jobs: Iterable[tuple[int, int]], machines: int) -> int:
             heappush(loads, (load, n))
             top = max(top, load)
     return top
+
+
+def in_halves(chunks: Iterable[int], hv: int, sm_count: int) -> bool:
+    """Whether walks over runs of so many chunks end sooner as two items a value head, each on half of V's channels."""
+    runs = Counter(chunks).items()
+    whole, halves = (lpt_makespan([(n, items * hv * count) for n, count in runs], sm_count) for items in (1, 2))
+    return halves * HALF_STEP < whole * WHOLE_STEP
 
 
 @lru_cache(maxsize=1 << 14)

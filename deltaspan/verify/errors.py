@@ -1,7 +1,7 @@
 """How far a result of a whole pack is from the truth, and where: over the tensor, by document and head, around every
 seam, and by element."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +79,10 @@ class Rows:
         """One row for the whole pack, such as parameters."""
         return cls(torch.zeros(1, dtype=torch.int64))
 
+    def to(self, device: torch.device) -> "Rows":
+        """The same where tensors on `device` are judged."""
+        return replace(self, document=self.document.to(device), windows=self.windows.to(device))
+
     def place(self, row: int, head: int) -> Place:
         document = int(self.document[row])
         if self.offsets is None:
@@ -103,7 +107,7 @@ def errors(found: Tensor, truth: Tensor, rows: Rows, smallest: float, terms: Ten
     over_tensor, *_ = _worst(error_squares.mean().sqrt()[None, None] / (squares.mean().sqrt() + smallest))
 
     count = rows.document.bincount().clamp(min=1)[:, None]
-    sums = torch.zeros(2, len(count), truth.shape[1], dtype=torch.float64)
+    sums = torch.zeros(2, len(count), truth.shape[1], dtype=torch.float64, device=truth.device)
     sums.index_add_(1, rows.document, torch.stack([error_squares, squares]))
     in_document, r = (sums / count).sqrt()  # [N, heads]
     value, document, head = _worst(in_document / (r + smallest))

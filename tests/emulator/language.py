@@ -178,15 +178,17 @@ def cdiv(a: Operand, b: Operand) -> Any:
 def exp2(x: Value) -> Value:
     """ex2.approx.ftz.f32 without its two units of error in the last place: subnormals are zeros."""
     _of_fp32("exp2", x)
-    flushed = torch.where(x.held.abs() < SMALLEST_NORMAL, 0.0, x.held)
-    y = torch.exp2(flushed)
-    return Value(torch.where(y < SMALLEST_NORMAL, 0.0, y), x.dtype)
+    return Value(_flushed(torch.exp2(_flushed(x.held))), x.dtype)
 
 
-def log2(x: Value) -> Value:
-    """lg2.approx.ftz.f32 without its error: subnormals are zeros."""
-    _of_fp32("log2", x)
-    return Value(torch.log2(torch.where(x.held.abs() < SMALLEST_NORMAL, 0.0, x.held)), x.dtype)
+def reciprocal(x: Value) -> Value:
+    """rcp.approx.ftz.f32 without its unit of error in the last place: subnormals are zeros."""
+    _of_fp32("reciprocal", x)
+    return Value(_flushed(1 / _flushed(x.held)), x.dtype)
+
+
+def _flushed(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.abs() < SMALLEST_NORMAL, torch.zeros_like(x).copysign(x), x)
 
 
 def _of_fp32(name: str, x: Value) -> None:
@@ -215,10 +217,12 @@ def absolute(x: Value) -> Value:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Value], dtype: torch.dtype, is_pure: bool, pack: int
 ) -> Value:
-    """Only what is known here: exp2, log2, and a move, which computes nothing."""
+    """Only what is known here: exp2, a reciprocal, and a move, which computes nothing."""
     operation = asm.split()[0]
-    if operation in (known := {"ex2.approx.ftz.f32": exp2, "lg2.approx.ftz.f32": log2}):
-        return known[operation](*args)
+    if operation == "ex2.approx.ftz.f32":
+        return exp2(*args)
+    if operation == "rcp.approx.ftz.f32":
+        return reciprocal(*args)
     if operation in ("mov.b32", "mov.u32"):
         return args[0]
     raise NotImplementedError(f"the emulator does not know {asm!r}")

@@ -125,6 +125,17 @@ def test_exp2_flushes_subnormals() -> None:
         gl.exp2(tile(torch.ones(2, dtype=bf16)))
 
 
+def test_reciprocal_flushes_subnormals() -> None:
+    def reciprocal(x: Value) -> Value:
+        return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], f32, is_pure=True, pack=1)
+
+    inf = float("inf")
+    y = reciprocal(tile(torch.tensor([4.0, -inf, 2.0**127, 1e-40, -0.0, 2.0**-126]))).memory()
+    assert same_bits(y, torch.tensor([0.25, -0.0, 0.0, inf, -inf, 2.0**126]))
+    with pytest.raises(TypeError, match="fp32"):
+        reciprocal(tile(torch.ones(2, dtype=bf16)))
+
+
 def test_reductions_and_scans_combine_along_an_axis(rng: Generator) -> None:
     x = torch.randint(-50, 50, (4, 8, 16), generator=rng)
     v = tile(x.float())

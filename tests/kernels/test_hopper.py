@@ -12,6 +12,7 @@ import deltaspan as ds
 from deltaspan.plan import chains_of, chunk_grid, segment_table
 from deltaspan.reference import chunked_gated_delta_rule
 from tests.emulator import DeviceFault, load, path_of, seeded
+from tests.helpers import same_bits
 
 TIER = "deltaspan.kernels.hopper"
 SCALE = 128**-0.5
@@ -130,6 +131,14 @@ def test_the_order_of_partitions_changes_no_bit(rng: torch.Generator) -> None:
         assert all(torch.equal(a, b) for a, b in zip(Machine("cpu").forward(x, seed=seed), first, strict=True))
 
 
+@pytest.mark.parametrize("what", [{}, {"exits": False}, {"output": False}])
+def test_halves_of_v_give_the_same_bits(rng: torch.Generator, machine: Machine, what: dict[str, bool]) -> None:
+    x = drawn(rng, [150, 1, 70], H=2, group=2, decay="slow").to(machine.device)
+    x.k[45] *= 1.3  # a broken promise, too
+    for whole, halves in zip(machine.forward(x, **what), machine.forward(x, seed=3, halves=True, **what), strict=True):
+        assert (whole is None and halves is None) or same_bits(whole, halves)
+
+
 def test_exit_states_alone_are_those_of_the_walk(rng: torch.Generator, machine: Machine) -> None:
     """To the bit, where nothing decays away."""
     x = drawn(rng, [300, 64, 5], decay="slow").to(machine.device)
@@ -204,7 +213,7 @@ def test_maps_keep_the_arithmetic_of_fp32(rng: torch.Generator, machine: Machine
     _, truth = x.truth(v=torch.zeros_like(x.v), entry=torch.eye(128).expand_as(x.entry))
     assert truth.count_nonzero() / truth.numel() > 0.3
     assert relative(machine.transfer(x.to(machine.device)), truth) < 2e-6  # 12 chunks of 2^-22 a term
-    assert relative(machine.transfer(x.to(machine.device), terms=1), truth) > 2e-4
+    assert relative(machine.transfer(x.to(machine.device), terms=1), truth) > 5e-5
 
 
 @pytest.mark.parametrize("too_long", [1.02, 1.2])  # |k|^2 of 1.04, and more
@@ -282,8 +291,9 @@ def test_chains(rng: torch.Generator, machine: Machine, transposed: bool, given:
 ARRIVE = "        barrier()\n        mbarrier.arrive(ready.index(b), count=1)\n"
 FAULTS = {
     "no wait for what is prepared": ("forward", "        mbarrier.wait(ready.index(b), (i >> 1) & 1)\n", ""),
+    "a half walked for the other": ("forward", "    first = first + HELD\n", ""),
     "no wait for room": ("forward", "        mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),
-    "bytes of one tile too many": ("forward", "(3 if OUTPUT else 2) * TILE_BYTES", "(4 if OUTPUT else 2) * TILE_BYTES"),
+    "bytes of one tile too many": ("forward", "(2 if OUTPUT else 1) * CHUNK", "(3 if OUTPUT else 1) * CHUNK"),
     "A overwritten while it is read": ("forward", "            W = warpgroup_mma_wait(0, deps=[W, p, a])[0]\n", ""),
     "tail not cleared": ("forward", "            clear_behind(k, held)\n", ""),
     "no fence": ("forward", f"        fence_async_shared()\n{ARRIVE}", ARRIVE),

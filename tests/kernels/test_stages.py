@@ -56,7 +56,7 @@ class Problem:
             narrow |= {name: getattr(self, name).float() for name in ("g", "beta", "states")}
             vars(self).update({name: x.to(self.device) for name, x in narrow.items()})
         self.view = ds.build_context(ds.partition(self.cu, 1), device=self.device)._views[0]
-        self.cut = cut(self.view, 1)
+        self.cut = cut(self.view, 1, self.HV, 132)
         self.unit_keys = True
 
     def tape(self):
@@ -288,7 +288,9 @@ def test_fragments_do_not_depend_on_their_neighbours(problem):
     view = ds.build_context(ds.partition([0, stop - start], 1), device=problem.device)._views[0]
     alone = [x[start:stop] for x in (problem.q, problem.k, problem.v, problem.g, problem.beta)]
     tape = problem.tier.prep(*alone, view.grid, scale=0.3, unit_keys=True)
-    o_alone, exit_alone, _ = problem.tier.walk(tape, cut(view, 1).every, problem.states[3:4], output=True)
+    o_alone, exit_alone, _ = problem.tier.walk(
+        tape, cut(view, 1, problem.HV, 132).every, problem.states[3:4], output=True
+    )
     assert torch.equal(o_alone, o[start:stop])
     assert torch.equal(exit_alone[0], exit[3])
 

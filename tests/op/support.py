@@ -1,6 +1,7 @@
 """Packs drawn at random, what the truth makes of them, and what the ranks of a context make of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from tests.helpers import same_bits
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document", "ragged")
 TOKENWISE = ("q", "k", "v", "g", "beta")
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
+PER_TOKEN = ("q", "k", "v", "g", "beta", "do", "x", "dy")
+PER_DOCUMENT = ("initial_state", "dfinal_state")
 STATES = ("final_state", "dinitial_state", "dweight", "dbias")  # whose sum over ranks is that of the whole pack
 
 
@@ -100,6 +103,14 @@ def draw(
     )
 
 
+def documents(pack: Pack, first: int, stop: int) -> Pack:
+    """Some of a pack's documents by themselves."""
+    cu = pack.cu_seqlens
+    own = {name: getattr(pack, name)[:, cu[first] : cu[stop]] for name in PER_TOKEN}
+    own |= {name: getattr(pack, name)[first:stop] for name in PER_DOCUMENT}
+    return pack._replace(cu_seqlens=[c - cu[first] for c in cu[first : stop + 1]], **own)
+
+
 def split(cu_seqlens: list[int], world_size: int, layout: str, rng: torch.Generator | None = None) -> ds.Partition:
     """A partition by the name of its layout; `ragged` is cut anew by `rng`."""
     if layout != "ragged":
@@ -164,14 +175,15 @@ def run_rule(pack: Pack, ctx: ds.Context, **options: Any) -> list[dict[str, Tens
 
 
 def run_convolution(
-    pack: Pack, ctx: ds.Context, *, bias: bool = True, activation: str | None = "silu"
+    pack: Pack, ctx: ds.Context, *, bias: bool = True, activation: str | None = "silu", backend: str = "auto"
 ) -> list[dict[str, Tensor]]:
     """By rank that runs here: y, and the gradients of its rows and of its copies of the parameters."""
     x = [leaf(x) for x in listed(ctx, ctx.shard(pack.x))]
     weight, shift = [leaf(pack.weight) for _ in x], [leaf(pack.bias) for _ in x]
     y = ds.causal_conv1d(
-        unlisted(ctx, x), unlisted(ctx, weight), ctx, bias=unlisted(ctx, shift) if bias else None, activation=activation
-    )
+        unlisted(ctx, x), unlisted(ctx, weight), ctx, bias=unlisted(ctx, shift) if bias else None,
+        activation=activation, backend=backend,
+    )  # fmt: skip
     y = listed(ctx, y)
     names = ("dx", "dweight", "dbias") if bias else ("dx", "dweight")
     leaves = [*x, *weight, *(shift if bias else ())]
@@ -230,3 +242,16 @@ def assert_exact(found: dict[str, Tensor], truth: dict[str, Tensor], tolerance: 
     assert found.keys() == truth.keys()
     errors = {name: relative_error(found[name], truth[name]) for name in truth}
     assert {name: error for name, error in errors.items() if not max(error) <= tolerance} == {}
+
+
+@contextmanager
+def reduced_precision(allowed: bool) -> Iterator[None]:
+    """What processes switch on to let FP32 products run in TF32 or bf16."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if allowed else "highest")
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+        assert torch.backends.cuda.matmul.allow_tf32 == allowed  # and they find their settings as they left them
+    finally:
+        torch.set_float32_matmul_precision(before)

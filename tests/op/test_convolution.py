@@ -1,14 +1,17 @@
-"""The convolution's bits: the same for every layout, for tensors together and one by one."""
+"""The convolution's bits: the same for every layout, for tensors together and one by one; which tier serves it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import deltaspan as ds
 from deltaspan.exchange import Program
+from deltaspan.kernels import select
+from tests.emulator import load
 from tests.helpers import same_bits
 from tests.op.support import LAYOUTS, draw, join, leaf, run_convolution, simulate, split
 
@@ -99,3 +102,117 @@ def test_narrow_weights(rng: torch.Generator) -> None:
     for a, b in zip(run_convolution(narrow, ctx), run_convolution(narrow.to(torch.bfloat16), ctx), strict=True):
         assert same_bits(a["y"], b["y"]) and same_bits(a["dx"], b["dx"])
         assert same_bits(a["dweight"], b["dweight"].bfloat16()) and same_bits(a["dbias"], b["dbias"].bfloat16())
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.dtype]]:
+    """The Hopper tier on the CPU, its kernels on the emulator; the types of rows that it was given, call by call."""
+    served, tier, seen = select.tier, load("deltaspan.kernels.hopper.tier"), []
+    kernel = tier.convolve
+
+    def convolve(x: Tensor, *rest: Any) -> Tensor:
+        seen.append(x.dtype)
+        return kernel(x, *rest)
+
+    tier.convolve = convolve
+    monkeypatch.setattr(select, "_not_on", lambda device: None)
+    monkeypatch.setattr(select, "_without_triton", lambda: None)
+    monkeypatch.setattr(select, "tier", lambda name: tier if name == "hopper" else served(name))
+    select._chosen_for_convolution.cache_clear()
+    yield seen
+    select._chosen_for_convolution.cache_clear()
+
+
+def assert_near(y: Tensor, other: Tensor) -> None:
+    """But for a rounding each to y's type, and in fp32 those of five sums of up to 50 and a few of silu."""
+    torch.testing.assert_close(y, other, rtol=2 * torch.finfo(y.dtype).eps + 2**-20, atol=5 * 50 * 2**-24)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernel_serves_the_forward(emulated: list, rng: torch.Generator, dtype: torch.dtype) -> None:
+    """y to a rounding of its type, the same bits for every layout; the backward is the torch tier's, to the bit."""
+    pack = draw(rng, LENGTHS, D=5).to(dtype)
+    found = {}
+    for name, part in {
+        "one": ds.partition(pack.cu_seqlens, 1),
+        "many": split(pack.cu_seqlens, 3, "ragged", rng),
+    }.items():
+        by_rank = {b: run_convolution(pack, simulate(part), backend=b) for b in ("auto", "hopper", "torch")}
+        assert emulated == [dtype] * part.world_size
+        emulated.clear()
+        for auto, hopper, torchs in zip(*by_rank.values(), strict=True):
+            assert all(same_bits(auto[n], torchs[n]) for n in auto)
+            assert all(same_bits(hopper[n], torchs[n]) for n in ("dx", "dweight", "dbias"))
+            assert_near(hopper["y"], torchs["y"])
+        found[name] = join(part, by_rank["hopper"])
+    assert same_bits(found["many"]["y"], found["one"]["y"])
+
+
+def test_a_checkpoint_computes_again_by_the_kernel(emulated: list, rng: torch.Generator) -> None:
+    pack = draw(rng, LENGTHS, D=5).to(torch.bfloat16)
+    ctx = simulate(ds.partition(pack.cu_seqlens, 1))
+    grads = []
+
+    def squares(x: Tensor) -> Tensor:
+        return ds.causal_conv1d([x], pack.weight, ctx, backend="hopper")[0].square()  # whose backward reads y
+
+    for reentrant in (None, True, False):
+        x = leaf(pack.x)
+        y = squares(x) if reentrant is None else checkpoint(squares, x, use_reentrant=reentrant)
+        y.backward(pack.dy)
+        grads.append(x.grad)
+    assert len(emulated) == 5
+    assert same_bits(grads[0], grads[1]) and same_bits(grads[0], grads[2])
+
+
+def test_what_the_kernel_does_not_serve(emulated: list, rng: torch.Generator) -> None:
+    for dtype, taps, says in (
+        (torch.float64, 4, "bf16, fp16 and fp32 rows, not torch.float64"),
+        (torch.bfloat16, 9, "up to 8 taps, not 9"),
+    ):
+        pack = draw(rng, LENGTHS, taps=taps).to(dtype)
+        ctx = simulate(ds.partition(pack.cu_seqlens, 1), conv_kernel_size=taps)
+        assert same_bits(run_convolution(pack, ctx)[0]["y"], run_convolution(pack, ctx, backend="torch")[0]["y"])
+        with pytest.raises(ValueError, match=rf"backend 'hopper' serves {says}; backend='torch' does"):
+            run_convolution(pack, ctx, backend="hopper")
+    assert emulated == []
+
+
+def test_backends_that_are_refused(rng: torch.Generator) -> None:
+    pack = draw(rng, LENGTHS).to(torch.bfloat16)
+    ctx = simulate(ds.partition(pack.cu_seqlens, 1))
+    with pytest.raises(ValueError, match=r"compute capability 9\.0, not on cpu"):
+        run_convolution(pack, ctx, backend="hopper")
+    for backend in ("cuda", None, ["auto"]):
+        with pytest.raises(ValueError, match="backend must be one of"):
+            run_convolution(pack, ctx, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_capture_and_no_wait(rng: torch.Generator, dtype: torch.dtype) -> None:
+    """A captured call gives the eager one's bits, and none waits for the device. Two tensors, columns of one row."""
+    pack = draw(rng, [700, 1, 0, 799, 64], D=320).to(dtype)
+    ctx = ds.build_context(split(pack.cu_seqlens, 3, "zigzag"), ds.SimulatedGroup(3))
+    parts = [tuple(x.cuda().split([256, 64], dim=-1)) for x in ctx.shard(pack.x.cuda())]
+    weights, biases = (tuple(t.cuda().split([256, 64])) for t in (pack.weight, pack.bias))
+
+    def call(backend: str) -> list[Tensor]:
+        return [y for ys in ds.causal_conv1d(parts, weights, ctx, bias=biases, backend=backend) for y in ys]
+
+    eager = call("hopper")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = call("hopper")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call("hopper")
+    for y in captured:
+        y.fill_(torch.nan)
+    graph.replay()
+    for first, *others, near in zip(eager, again, captured, call("torch"), strict=True):
+        assert all(same_bits(first, other) for other in others)
+        assert_near(first, near)

@@ -222,7 +222,7 @@ def test_other_shapes_are_refused(rng: torch.Generator) -> None:
     ctx = simulate(split(pack.cu_seqlens, 2, "zigzag"))
     handle = ds.RecomputeHandle()
     region(wide, ctx)(*leaves_of(wide), handle)
-    for key, named in (("rule", "forward with operands"), ("convolution", "convolution with another context")):
+    for key, named in (("rule", "forward with another v"), ("convolution", "convolution with another context")):
         y = checkpointed(region(pack, ctx))(*leaves_of(pack), entered := ds.RecomputeHandle())
         entered.entries[key] = handle.entries[key]
         with pytest.raises(ValueError, match=rf"^recompute_handle was (kept|filled) by a {named}"):

@@ -1,59 +1,18 @@
 """The Hopper tier through the public calls, on a GPU and on the emulator: exact to bf16, same bits by every way, and
 what it refuses."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor
 
 import deltaspan as ds
-from deltaspan.kernels import select
 from deltaspan.reference import chunked_gated_delta_rule
-from tests.emulator import load
 from tests.helpers import same_bits
+from tests.op.hopper import BF16, drawn, relative, run
 from tests.op.raw import ALL, draw_raw, made_ready
-from tests.op.support import LAYOUTS, Pack, draw, listed, offsets, split, unlisted
+from tests.op.support import LAYOUTS, draw, offsets, split
 
 LENGTHS = [700, 1, 0, 799, 64, 63, 1300, 130]
 FEW = [330, 1, 0, 90]  # for the emulator
-# Roundings of the state, of what is written and of A to bf16, 2^-9 each chunk: FLA and FlashQLA err 3.5e-3 to 4e-3.
-BF16 = 4.5e-3
-
-
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The Hopper tier on the CPU, its kernels on the emulator."""
-    served, tier = select.tier, load("deltaspan.kernels.hopper.tier")
-    monkeypatch.setattr(select, "_beyond_hopper", lambda *args, **call: None)
-    monkeypatch.setattr(select, "tier", lambda name: tier if name == "hopper" else served(name))
-    select._chosen.cache_clear()
-    yield
-    select._chosen.cache_clear()
-
-
-def drawn(
-    rng: torch.Generator, decay: str = "moderate", H: int = 2, HV: int = 6, lengths: list[int] = LENGTHS,
-    device: str = "cuda",
-) -> Pack:  # fmt: skip
-    pack = draw(rng, lengths, H=H, HV=HV, K=128, V=128, decay=decay).to(torch.bfloat16)
-    return pack._replace(**{name: getattr(pack, name).to(device) for name in pack._fields[1:]})
-
-
-def run(pack: Pack, ctx: ds.Context, **options) -> tuple[Tensor, Tensor]:
-    """o and final states of the whole pack."""
-    operands = [unlisted(ctx, listed(ctx, ctx.shard(x))) for x in pack[1:6]]
-    o, final, _ = ds.forward(
-        *operands, ctx, initial_state=pack.initial_state, output_final_state=True, backend="hopper", **options
-    )
-    whole = torch.full_like(pack.v, torch.nan)
-    for rank, shard in enumerate(listed(ctx, o)):
-        whole[:, torch.from_numpy(ctx.part.token_ids(rank)).to(shard.device)] = shard
-    return whole, sum(listed(ctx, final))
-
-
-def relative(found: Tensor, truth: Tensor) -> float:
-    return ((found.double() - truth).norm() / truth.norm()).item()
 
 
 @pytest.mark.gpu
@@ -61,7 +20,7 @@ def relative(found: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_forward(rng: torch.Generator, layout: str, decay: str) -> None:
     """Whole fragments and cut ones, over several ranks, by every exchange with the same bits."""
-    pack = drawn(rng, decay)
+    pack = drawn(rng, LENGTHS, "cuda", decay)
     truth = chunked_gated_delta_rule(
         *(x.double() for x in pack[1:6]), pack.cu_seqlens, initial_state=pack.initial_state.double()
     )
@@ -76,12 +35,14 @@ def test_forward(rng: torch.Generator, layout: str, decay: str) -> None:
 
 
 @pytest.mark.parametrize(("layout", "decay"), [("contiguous", "slow"), ("zigzag", "moderate")])
-def test_forward_on_the_emulator(emulated: None, rng: torch.Generator, layout: str, decay: str) -> None:
-    pack = drawn(rng, decay, H=1, HV=2, lengths=FEW, device="cpu")
+def test_forward_in_few_chunks(hopper: str, rng: torch.Generator, layout: str, decay: str) -> None:
+    pack = drawn(rng, FEW, hopper, decay, H=1, HV=2)
     truth = chunked_gated_delta_rule(
         *(x.double() for x in pack[1:6]), pack.cu_seqlens, initial_state=pack.initial_state.double()
     )
-    ctx = ds.build_context(split(pack.cu_seqlens, 3, layout, rng), ds.SimulatedGroup(3), p_rule="occ", sm_count=60)
+    ctx = ds.build_context(
+        split(pack.cu_seqlens, 3, layout, rng), ds.SimulatedGroup(3), device=hopper, p_rule="occ", sm_count=60
+    )
     assert max(ctx._segments(rank, 2, None) for rank in range(3)) > 1
     found = run(pack, ctx)
     assert all(relative(*pair) < BF16 for pair in zip(found, truth, strict=True))
@@ -89,24 +50,25 @@ def test_forward_on_the_emulator(emulated: None, rng: torch.Generator, layout: s
         assert all(map(same_bits, run(pack, ctx, exchange=exchange), found))
 
 
-def test_raw_operands_on_the_emulator(emulated: None, rng: torch.Generator) -> None:
+def test_raw_operands_in_few_chunks(hopper: str, rng: torch.Generator) -> None:
     """Through exchanges and segments, to the truth of operands made ready in FP64."""
     raw = draw_raw(rng, FEW, ALL, H=1, HV=2, K=128, V=128).to(torch.bfloat16, raw=torch.bfloat16)
-    pack = raw.pack
-    q, k, g, beta = made_ready(raw, *(x.double() for x in (pack.q, pack.k, pack.g, pack.beta, raw.A_log, raw.dt_bias)))
+    pack = raw.pack._replace(**{name: getattr(raw.pack, name).to(hopper) for name in raw.pack._fields[1:]})
+    A_log, dt_bias = raw.A_log.to(hopper), raw.dt_bias.to(hopper)
+    q, k, g, beta = made_ready(raw, *(x.double() for x in (pack.q, pack.k, pack.g, pack.beta, A_log, dt_bias)))
     truth = chunked_gated_delta_rule(
         q, k, pack.v.double(), g, beta, pack.cu_seqlens, initial_state=pack.initial_state.double()
     )
     part = split(pack.cu_seqlens, 2, "zigzag", rng)
-    ctx = ds.build_context(part, ds.SimulatedGroup(2), p_rule="occ", sm_count=60)
-    found = run(pack, ctx, **ALL, **{name: [x] * 2 for name, x in raw.parameters.items()})
+    ctx = ds.build_context(part, ds.SimulatedGroup(2), device=hopper, p_rule="occ", sm_count=60)
+    found = run(pack, ctx, A_log=[A_log] * 2, dt_bias=[dt_bias] * 2, **ALL)
     assert all(relative(*pair) < BF16 for pair in zip(found, truth, strict=True))
 
 
 @pytest.mark.gpu
 def test_capture_and_no_wait(rng: torch.Generator) -> None:
     """A captured forward gives the eager one's bits, and no call waits for the device."""
-    pack = drawn(rng)
+    pack = drawn(rng, LENGTHS, "cuda")
     ctx = ds.build_context(ds.partition(pack.cu_seqlens, 1), p_rule="occ", sm_count=300)
     eager = run(pack, ctx)[0]
     torch.cuda.set_sync_debug_mode("error")
@@ -127,7 +89,7 @@ def test_capture_and_no_wait(rng: torch.Generator) -> None:
 @pytest.mark.gpu
 def test_strided_and_raw_operands(rng: torch.Generator) -> None:
     """Columns of a packed row are read in place; raw operands as ready ones, to the rounding of what is made ready."""
-    pack = drawn(rng, H=2, HV=4)
+    pack = drawn(rng, LENGTHS, "cuda", HV=4)
     ctx = ds.build_context(ds.partition(pack.cu_seqlens, 1))
     plain = ds.forward(*pack[1:6], ctx, backend="hopper")[0]
     row = torch.cat([x.flatten(2) for x in pack[1:4]], dim=-1)
@@ -164,7 +126,7 @@ def test_refused(rng: torch.Generator, changed: dict, says: str) -> None:
 
 @pytest.mark.gpu
 def test_no_backward_yet(rng: torch.Generator) -> None:
-    pack = drawn(rng)
+    pack = drawn(rng, LENGTHS, "cuda")
     ctx = ds.build_context(ds.partition(pack.cu_seqlens, 1))
     q = pack.q.clone().requires_grad_()
     with pytest.raises(ValueError, match="has no backward yet"):

@@ -1,8 +1,6 @@
 """Inputs that broke others, as their users reported them; the numbers in the names are the order of that list."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -16,13 +14,16 @@ from tests.helpers import same_bits
 from tests.op.raw import ALL, GATE, draw_raw, join_raw, run_raw, some, true_raw
 from tests.op.support import (
     LAYOUTS,
+    PER_TOKEN,
     STATES,
     Pack,
     assert_exact,
+    documents,
     draw,
     join,
     leaf,
     offsets,
+    reduced_precision,
     relative_error,
     run_convolution,
     run_rule,
@@ -33,8 +34,6 @@ from tests.op.support import (
 )
 
 PAIRS = [pytest.param(layout, d, id=f"{layout}-{d}") for layout, d in zip(LAYOUTS, (64, 128) * 2, strict=True)]
-PER_TOKEN = ("q", "k", "v", "g", "beta", "do", "x", "dy")
-PER_DOCUMENT = ("initial_state", "dfinal_state")
 
 
 def run(pack: Pack, part: ds.Partition) -> dict[str, Tensor]:
@@ -44,14 +43,6 @@ def run(pack: Pack, part: ds.Partition) -> dict[str, Tensor]:
 
 def truth(pack: Pack) -> dict[str, Tensor]:
     return true_rule(pack, chunked_gated_delta_rule) | true_convolution(pack)
-
-
-def documents(pack: Pack, first: int, stop: int) -> Pack:
-    """Some of a pack's documents by themselves."""
-    cu = pack.cu_seqlens
-    own = {name: getattr(pack, name)[:, cu[first] : cu[stop]] for name in PER_TOKEN}
-    own |= {name: getattr(pack, name)[first:stop] for name in PER_DOCUMENT}
-    return pack._replace(cu_seqlens=[c - cu[first] for c in cu[first : stop + 1]], **own)
 
 
 def of_documents(results: dict[str, Tensor], pack: Pack, first: int, stop: int) -> dict[str, Tensor]:
@@ -127,19 +118,6 @@ def test_5_a_head_that_forgets_beside_one_that_does_not(rng: torch.Generator, la
         for name in ("dk", "dg"):
             for head in range(2):
                 assert_exact({name: found[rank][name][:, :, head]}, {name: true[name][:, mine, head]})
-
-
-@contextmanager
-def reduced_precision(allowed: bool) -> Iterator[None]:
-    """What processes switch on to let FP32 products run in TF32 or bf16."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium" if allowed else "highest")
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-        assert torch.backends.cuda.matmul.allow_tf32 == allowed  # and they find their settings as they left them
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize(

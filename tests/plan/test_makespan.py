@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltaspan.plan import lpt_makespan
+from deltaspan.plan import in_halves, lpt_makespan
 
 Jobs = list[tuple[int, int]]
 
@@ -121,3 +121,19 @@ def test_worked_makespans(jobs, machines, expected):
 def test_no_machines_are_refused(machines):
     with pytest.raises(ValueError, match=f"machines must be at least 1, got {machines}"):
         lpt_makespan([(1, 1)], machines)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "hv", "halves"),
+    [
+        ([2048], 6, True),  # one document of 131,072 tokens and few heads leave most of a device idle
+        ([40] * 11, 6, True),  # 66 items, twice as many fit side by side
+        ([40] * 12, 6, False),  # 72 do not: two rounds of half, at three quarters of a step each
+        ([40] * 11, 48, False),
+        ([900, 3, 3, 1], 12, True),  # the longest decides
+        ([900, 3, 3, 1] * 16, 12, False),
+        ([], 48, False),
+    ],
+)
+def test_halves_of_v_where_a_device_would_be_idle(chunks: list[int], hv: int, halves: bool) -> None:
+    assert in_halves(chunks, hv, 132) is halves

@@ -13,8 +13,10 @@ times r, the products (Q K^T) A and A^T K are those with ready keys. All else co
     R^T = V^T - r a (S^T K^T)              W = scale s E o (tril(Q K^T) A)      O^T = scale s a (S^T Q^T) + R^T W^T
 
 Four partitions: two warpgroups walk, one on each half of V; one prepares X, W and a for the next chunk, off the chain;
-one warp loads. Rows of k and v behind a fragment's end, which the loads take from the next document, are set to zero
-in shared memory before anything is computed from them; what q's rows there give is not stored.
+one warp loads. Where that leaves multiprocessors idle a program walks one half of V, and X and W are made for each:
+the same products, so the same bits. Rows of k and v behind a fragment's end, which the loads take from the next
+document, are set to zero in shared memory before anything is computed from them; what q's rows there give is not
+stored.
 
 Without output the same walk gives a segment's exit state alone, for its summary. It may then begin late: what decays
 below the smallest fp32 number until the end of the segment cannot be felt there.
@@ -56,25 +58,28 @@ CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
 HALF = gl.constexpr(64)  # of V, a warpgroup's share
 NOTHING = gl.constexpr(-155.0)  # 2^-149 is the smallest fp32 number, a state of 32 then too
-TILE_BYTES = gl.constexpr(64 * 128 * 2)  # of q, k or v
 
 
 @gluon.jit
 def forward_kernel(
     q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, o, entry, exit, broken, reach, lengths, segments, NC, scale,
-    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: gl.constexpr, EXIT: gl.constexpr,
-    STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, L2NORM: gl.constexpr, HALVES: gl.constexpr, OUTPUT: gl.constexpr,
+    EXIT: gl.constexpr, STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles (descriptors): q, k [T, H * 128], v [T, HV * 128] by [64, 128]; A [HV * NC * 64, 64] by [64, 64]; G
-    [HV * NC, 64] by [1, 64] fp32; o [T, HV * 128] by [64, 64].
+    """Tiles (descriptors): q, k [T, H * 128], v [T, HV * 128] by [64, 128], v by [64, 64] with HALVES; A
+    [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; o [T, HV * 128] by [64, 64].
 
     o [T, HV, 128] bf16; entry [S, HV, K, V] fp32, exit [E, HV, K, V] fp32; broken [H, NC] int32; reach [HV, NC] fp32;
     segments [S, 4] int32: first token, end, first chunk, place in entry and, with EXIT, in exit. Programs: segments,
-    then heads. Without OUTPUT neither q nor o is touched, and lengths [H, NC, 2, 64] fp32 only with L2NORM.
+    then heads, then with HALVES those of V. Without OUTPUT neither q nor o is touched, and lengths [H, NC, 2, 64] fp32
+    only with L2NORM.
     """
     HV: gl.constexpr = H * GROUP
-    segment = segments + (gl.program_id(0) // HV) * 4
-    hv = gl.program_id(0) % HV
+    WALKS: gl.constexpr = 1 if HALVES else 2
+    first = gl.program_id(0) % (2 // WALKS) * HALF
+    item = gl.program_id(0) // (2 // WALKS)
+    segment = segments + (item // HV) * 4
+    hv = item % HV
     begin = gl.load(segment)
     end = gl.load(segment + 1)
     chunk = gl.load(segment + 2)
@@ -90,7 +95,7 @@ def forward_kernel(
 
     qs = gl.allocate_shared_memory(gl.bfloat16, [STAGES if OUTPUT else 1, CHUNK, HEAD_DIM], q_tiles.layout)
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], k_tiles.layout)
-    vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], v_tiles.layout)
+    vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, WALKS * HALF], v_tiles.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], A_tiles.layout)  # A, and W in its place
     gs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], G_tiles.layout)
     xs = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
@@ -100,48 +105,71 @@ def forward_kernel(
     keeps = reads  # a, whose last is for the state
     if L2NORM:
         keeps = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)
-    os = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], o_tiles.layout)
+    os = gl.allocate_shared_memory(gl.bfloat16, [WALKS, CHUNK, HALF], o_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for j in gl.static_range(STAGES):
         mbarrier.init(full.index(j), count=1)
-        mbarrier.init(empty.index(j), count=2)
+        mbarrier.init(empty.index(j), count=WALKS)
     for j in gl.static_range(2):
         mbarrier.init(ready.index(j), count=1)
-        mbarrier.init(free.index(j), count=2)
+        mbarrier.init(free.index(j), count=WALKS)
 
     h = hv // GROUP
     inverse: gl.constexpr = None
     if L2NORM:
         inverse = lengths + (h.to(gl.int64) * NC + chunk) * (2 * CHUNK)
-    gl.warp_specialize(
-        [
-            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os.index(0), full, empty, ready,
-                    free, begin, end, n, source, hv, HV, scale, felt, 0, STAGES, OUTPUT, EXIT)),
-            (walk, (o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os.index(1), full, empty, ready,
-                    free, begin, end, n, source, hv, HV, scale, felt, HALF, STAGES, OUTPUT, EXIT)),
-            (prepare, (qs, ks, vs, ws, gs, xs, writes, reads, keeps, full, ready, free, broken + h * NC + chunk,
-                       inverse, begin, end, n, scale_log2, STAGES, L2NORM, OUTPUT)),
-            (load, (q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin,
-                    hv * NC + chunk, n, h * HEAD_DIM, hv * HEAD_DIM, STAGES, OUTPUT)),
-        ],
-        [4, 4, 1],
-        [CHAIN_REGISTERS, PREPARE_REGISTERS, 24],
+    walking = (
+        o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os, full, empty, ready, free, begin, end, n,
+        source, hv, scale, felt, first,
     )  # fmt: skip
+    preparing = (
+        qs, ks, vs, ws, gs, xs, writes, reads, keeps, full, ready, free, broken + h * NC + chunk, begin, end, n,
+        scale_log2,
+    )  # fmt: skip
+    loading = (
+        q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin, hv * NC + chunk, n,
+        h * HEAD_DIM, hv * HEAD_DIM + first,
+    )  # fmt: skip
+    if HALVES:
+        gl.warp_specialize(
+            [
+                (walk, (walking, HV, 0, STAGES, OUTPUT, EXIT)),
+                (prepare, (preparing, inverse, STAGES, L2NORM, OUTPUT)),
+                (load, (loading, STAGES, OUTPUT)),
+            ],
+            [4, 1],
+            [PREPARE_REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (walk, (walking, HV, 0, STAGES, OUTPUT, EXIT)),
+                (walk, (walking, HV, HALF, STAGES, OUTPUT, EXIT)),
+                (prepare, (preparing, inverse, STAGES, L2NORM, OUTPUT)),
+                (load, (loading, STAGES, OUTPUT)),
+            ],
+            [4, 4, 1],
+            [CHAIN_REGISTERS, PREPARE_REGISTERS, 24],
+        )
 
 
 @gluon.jit
-def load(
-    q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin, row, n, key_column,
-    value_column, STAGES: gl.constexpr, OUTPUT: gl.constexpr,
-):  # fmt: skip
+def load(given, STAGES: gl.constexpr, OUTPUT: gl.constexpr):
+    (
+        q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin, row, n, key_column,
+        value_column,
+    ) = given  # fmt: skip
+    BYTES: gl.constexpr = (
+        (2 if OUTPUT else 1) * CHUNK * HEAD_DIM * 2 + CHUNK * vs.shape[2] * 2 + CHUNK * CHUNK * 2 + CHUNK * 4
+    )
     stage = 0
     phase = 0
     for i in range(n):
         mbarrier.wait(empty.index(stage), phase ^ 1)
-        mbarrier.expect(full.index(stage), (3 if OUTPUT else 2) * TILE_BYTES + CHUNK * CHUNK * 2 + CHUNK * 4)
+        mbarrier.expect(full.index(stage), BYTES)
         token = begin + i * CHUNK
         load_tile(k_tiles, [token, key_column], full.index(stage), ks.index(stage))
         if OUTPUT:
@@ -155,11 +183,9 @@ def load(
 
 
 @gluon.jit
-def prepare(
-    qs, ks, vs, ws, gs, xs, writes, reads, keeps, full, ready, free, broken, inverse, begin, end, n, scale_log2,
-    STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: gl.constexpr,
-):  # fmt: skip
+def prepare(given, inverse, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: gl.constexpr):
     """X, W and a of every chunk, two ahead at most."""
+    qs, ks, vs, ws, gs, xs, writes, reads, keeps, full, ready, free, broken, begin, end, n, scale_log2 = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -228,19 +254,24 @@ def prepare(
 
 @gluon.jit
 def clear_behind(tile, held):
-    """Sets the rows of a tile [64, 128] from `held` on to zero, whatever stands there."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    """Sets the rows of a tile of 64 from `held` on to zero, whatever stands there."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))
     x = tile.load(WIDE)
-    tile.store(gl.where((row < held)[:, None], x, gl.zeros([CHUNK, HEAD_DIM], gl.bfloat16, WIDE)))
+    tile.store(gl.where((row < held)[:, None], x, gl.zeros([CHUNK, WIDTH], gl.bfloat16, WIDE)))
 
 
 @gluon.jit
 def walk(
-    o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os, full, empty, ready, free, begin, end, n,
-    source, hv, HV, scale, felt, FIRST: gl.constexpr, STAGES: gl.constexpr, OUTPUT: gl.constexpr, EXIT: gl.constexpr,
+    given, HV: gl.constexpr, HELD: gl.constexpr, STAGES: gl.constexpr, OUTPUT: gl.constexpr, EXIT: gl.constexpr
 ):  # fmt: skip
-    """The chain over 64 of the channels of V, from FIRST on."""
+    """The chain over 64 of the channels of V, from HELD on of those in shared memory, which begin with `first`."""
+    (
+        o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os, full, empty, ready, free, begin, end, n,
+        source, hv, scale, felt, first,
+    ) = given  # fmt: skip
+    first = first + HELD
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -248,7 +279,7 @@ def walk(
     value = gl.arange(0, HALF, layout=gl.SliceLayout(1, STATE))
     key = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
     size = HEAD_DIM * HEAD_DIM
-    S = gl.load(entry + (source * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + (FIRST + value)[:, None])
+    S = gl.load(entry + (source * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + (first + value)[:, None])
     if not OUTPUT:
         S = gl.where(felt > 0.0, S, 0.0)
     stage = 0
@@ -265,7 +296,7 @@ def walk(
         U = gl.zeros([HALF, CHUNK], gl.float32, ACC)
         U = warpgroup_mma(s, k.permute((1, 0)), U, is_async=True)
         U = warpgroup_mma_wait(0, deps=[U, s, k])[0]
-        v = vs.index(stage).slice(FIRST, HALF, 1).permute((1, 0)).load(ACC)
+        v = vs.index(stage).slice(HELD, HALF, 1).permute((1, 0)).load(ACC)
         written = writes.index(b).load(gl.SliceLayout(0, ACC))
         if OUTPUT:
             read = reads.index(b).load(gl.SliceLayout(0, ACC))
@@ -283,7 +314,7 @@ def walk(
             O = warpgroup_mma(r2, w.permute((1, 0)), O, is_async=True)
             S, O, s, r, r2, x, w, q = warpgroup_mma_wait(0, deps=[S, O, s, r, r2, x, w, q])
             token = begin + i * CHUNK
-            store_output(o_tiles, o, os, O.to(gl.bfloat16), token, end, hv, HV, FIRST)
+            store_output(o_tiles, o, os.index(HELD // HALF), O.to(gl.bfloat16), token, end, hv * HEAD_DIM + first, HV)
         else:
             S = warpgroup_mma(r, x, S, is_async=True)
             S = warpgroup_mma_wait(0, deps=[S, r, x])[0]
@@ -295,13 +326,13 @@ def walk(
     if EXIT:
         # through the assembler, so that no address of this store is kept in registers all along the walk
         late = gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
-        at = (source * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + (FIRST + late)[:, None]
+        at = (source * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + (first + late)[:, None]
         gl.store(exit + at, S)
     store_wait(0)
 
 
 @gluon.jit
-def store_output(o_tiles, o, os, out, token, end, hv, HV, FIRST: gl.constexpr):
+def store_output(o_tiles, o, os, out, token, end, column, HV):
     """64 tokens of O^T [64 of V, tokens] by way of shared memory; only those before `end`."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     store_wait(0)
@@ -310,11 +341,11 @@ def store_output(o_tiles, o, os, out, token, end, hv, HV, FIRST: gl.constexpr):
     fence_async_shared()
     barrier()
     if token + CHUNK <= end:
-        store_tile(o_tiles, [token, hv * HEAD_DIM + FIRST], os)
+        store_tile(o_tiles, [token, column], os)
     else:  # a tile would overwrite the next document
         row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))
         channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE))
-        at = (token + row).to(gl.int64)[:, None] * (HV * HEAD_DIM) + hv * HEAD_DIM + FIRST + channel[None, :]
+        at = (token + row).to(gl.int64)[:, None] * (HV * HEAD_DIM) + column + channel[None, :]
         gl.store(o + at, os.load(WIDE), mask=((token + row) < end)[:, None])
 
 
@@ -336,10 +367,11 @@ def chunks_felt(reach, n):
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, made: Prepared, entry: Tensor, segments: Tensor, scale: float,
-    *, output: bool = True, exits: bool = True,
+    *, output: bool = True, exits: bool = True, halves: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16, rows of any pitch; entry [S, HV, K, V] fp32; segments
-    as the kernel has them; raw q and k if `made` is of such. Returns o like v, dense, and the exit states like entry.
+    as the kernel has them; programs on halves of V or on all of it; raw q and k if `made` is of such. Returns o like v,
+    dense, and the exit states like entry.
 
     Without output the walk begins where its exit state begins to feel it.
     """
@@ -350,9 +382,10 @@ def forward(
     if len(segments):
         A_tiles = tiles(A, 64, 64, 64)
         launch(
-            forward_kernel, (len(segments) * HV,), *(row_tiles(x) for x in (q, k, v)), A_tiles, tiles(G, 64, 1, 64),
+            forward_kernel, (len(segments) * HV * (1 + halves),), row_tiles(q), row_tiles(k),
+            row_tiles(v, 64 if halves else 128), A_tiles, tiles(G, 64, 1, 64),
             tiles(o, HV * 128, 64, 64) if output else A_tiles, o, entry, exit, broken, reach, lengths, segments, NC,
-            scale, math.log2(scale), H=H, GROUP=HV // H, L2NORM=lengths is not None, OUTPUT=output, EXIT=exits,
-            num_warps=4, **LAUNCH,
+            scale, math.log2(scale), H=H, GROUP=HV // H, L2NORM=lengths is not None, HALVES=halves, OUTPUT=output,
+            EXIT=exits, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return (o if output else None), (exit if exits else None)

@@ -41,6 +41,12 @@ def exp2(x):
 
 
 @gluon.jit
+def reciprocal(x):
+    """1 / x in fp32 to a unit of the last place, in one instruction; zero where it would be subnormal."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def add(a, b):
     return a + b
 
@@ -50,16 +56,23 @@ def default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMAShared
     return gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
 
 
-def tiles(x: Tensor, row: int, *block: int) -> TensorDescriptor:
+class Tiles(TensorDescriptor):
+    """A descriptor that is not checked anew for every launch: what it must be, ours are by how they are made."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def tiles(x: Tensor, row: int, *block: int) -> Tiles:
     """A dense tensor as the copy engine sees it: rows of so many numbers, in blocks of this shape, swizzled as matrix
     products want it."""
-    return TensorDescriptor(x, [x.numel() // row, row], [row, 1], list(block), default_layout(block, x.dtype))
+    return Tiles(x, [x.numel() // row, row], [row, 1], list(block), default_layout(block, x.dtype))
 
 
-def row_tiles(x: Tensor) -> TensorDescriptor:
-    """Rows [T, h, 128], dense but for their pitch, as [T, h * 128] in blocks of [64, 128]."""
+def row_tiles(x: Tensor, width: int = 128) -> Tiles:
+    """Rows [T, h, 128], dense but for their pitch, as [T, h * 128] in blocks of [64, width]."""
     T, heads, D = x.shape
-    return TensorDescriptor(x, [T, heads * D], [x.stride(0), 1], [64, D], default_layout((64, D), x.dtype))
+    return Tiles(x, [T, heads * D], [x.stride(0), 1], [64, width], default_layout((64, width), x.dtype))
 
 
 def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> None:
@@ -103,6 +116,7 @@ __all__ = [
     "load_tile",
     "mbarrier",
     "mma_v2",
+    "reciprocal",
     "row_tiles",
     "store_tile",
     "store_wait",

@@ -8,7 +8,7 @@ In fp32 by the device's approximate exponential, reciprocal and root, each right
 logarithm is not: near 1 it is right to 2^-22 of 1, where g = -1e-5 needs as much of itself. So log1p is an odd series.
 """
 
-from deltaspan.kernels.hopper.gluon import exp2, gl, gluon
+from deltaspan.kernels.hopper.gluon import exp2, gl, gluon, reciprocal
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 EPSILON = gl.constexpr(1e-6)  # flash-linear-attention's
@@ -18,7 +18,7 @@ EPSILON = gl.constexpr(1e-6)  # flash-linear-attention's
 def gate(x, A_log):
     """Where x <= 0 by one exponential of a sum, so that neither factor overflows or vanishes by itself."""
     t = exp2(gl.abs(x) * -LOG2_E)
-    inverse = 1.0 / (t + 2.0)
+    inverse = reciprocal(t + 2.0)
     s = t * inverse  # log1p(t) = 2 artanh(s), s <= 1/3
     z = s * s
     # artanh(s) / s to 2^-29: the last term stands for all that follow 1/11
@@ -30,7 +30,7 @@ def gate(x, A_log):
 
 @gluon.jit
 def sigmoid(x, largest: gl.constexpr):
-    return largest / (1.0 + exp2(x * -LOG2_E))
+    return largest * reciprocal(1.0 + exp2(x * -LOG2_E))
 
 
 @gluon.jit

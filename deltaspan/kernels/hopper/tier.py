@@ -1,17 +1,37 @@
-"""The stages of the forward on sm_90, as `kernels/stages.py` names them; the backward's are still to come."""
+"""The stages of the forward on sm_90, as `kernels/stages.py` names them.
+
+The backward's are still to come, but for the convolution's, which are the torch tier's.
+"""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
 from deltaspan.kernels.hopper.compose import chain, merge
+from deltaspan.kernels.hopper.conv import convolve
 from deltaspan.kernels.hopper.forward import forward
 from deltaspan.kernels.hopper.prep import Prepared
 from deltaspan.kernels.hopper.prep import prep as prepared
 from deltaspan.kernels.hopper.transfer import transfer as transferred
 from deltaspan.kernels.stages import READY, Grid, Raw, Runs
+from deltaspan.kernels.torch.conv import activation_gradient, conv_gradients, preactivation
 
-__all__ = ["KEPT_TENSORS", "Tape", "chain", "keep", "kept_bytes", "merge", "prep", "summary", "transfer", "walk"]
+__all__ = [
+    "KEPT_TENSORS",
+    "Tape",
+    "activation_gradient",
+    "chain",
+    "conv_gradients",
+    "convolve",
+    "keep",
+    "kept_bytes",
+    "merge",
+    "preactivation",
+    "prep",
+    "summary",
+    "transfer",
+    "walk",
+]
 
 KEPT_TENSORS = 0
 
@@ -69,7 +89,8 @@ def kept_bytes(chunks: int, *, HV: int, K: int, V: int, state_size: int) -> int:
 
 
 def _walked(tape: Tape, runs: Runs, entry: Tensor, **what: bool) -> tuple[Tensor | None, Tensor | None]:
-    return forward(tape.q, tape.k, tape.v, tape.made, entry.contiguous(), runs.table, tape.scale, **what)
+    operands = tape.q, tape.k, tape.v, tape.made, entry.contiguous(), runs.table, tape.scale
+    return forward(*operands, halves=runs.halves, **what)
 
 
 def _by_rows(x: Tensor) -> Tensor:

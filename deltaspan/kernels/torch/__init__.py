@@ -5,7 +5,7 @@ are padded to 64 rows, so that no product depends on where a document ends.
 """
 
 from deltaspan.kernels.torch.adjoint import adjoint_prep, adjoint_summary, adjoint_walk
-from deltaspan.kernels.torch.conv import activate, activation_gradient, conv_gradients, preactivation
+from deltaspan.kernels.torch.conv import activation_gradient, conv_gradients, convolve, preactivation
 from deltaspan.kernels.torch.gradients import gradients
 from deltaspan.kernels.torch.prep import prep
 from deltaspan.kernels.torch.tapes import KEPT_TENSORS, keep, kept_bytes, restore
@@ -13,13 +13,13 @@ from deltaspan.kernels.torch.walk import chain, merge, summary, transfer, walk
 
 __all__ = [
     "KEPT_TENSORS",
-    "activate",
     "activation_gradient",
     "adjoint_prep",
     "adjoint_summary",
     "adjoint_walk",
     "chain",
     "conv_gradients",
+    "convolve",
     "gradients",
     "keep",
     "kept_bytes",

@@ -10,16 +10,24 @@ from deltaspan.kernels.stages import Edges
 from deltaspan.kernels.torch.chunks import whole_chunks
 
 
+def convolve(
+    x: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, edges: Edges, activation: str | None
+) -> Tensor:
+    """x [T, D], history [received, D], weight [D, W], bias [D] or None -> y like x, zero where no fragment holds a
+    token."""
+    pre = preactivation(x, history, weight, bias, edges)
+    return _pad(pre * _sigmoid(pre) if activation == "silu" else pre, x)
+
+
 def preactivation(x: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, edges: Edges) -> Tensor:
-    """x [T, D], history [received, D], weight [D, W], bias [D] or None -> pre [tokens, D] in the type of the sums."""
+    """Operands as `convolve` has them -> pre [tokens, D] in the type of the sums.
+
+    The backward forms it again, also where a kernel computed y: its sums may then differ from the forward's in the last
+    bit of FP32, for a kernel adds each product before it is rounded.
+    """
     rows, weight = _rows(x, history, edges), weight.to(_sum_type(x))
     pre = sum_taps(rows, weight, edges.before)
     return pre if bias is None else pre + bias.to(pre.dtype)
-
-
-def activate(pre: Tensor, activation: str | None, like: Tensor) -> Tensor:
-    """y [T, D] in the type of `like` [T, D]; tokens that no fragment holds get zero."""
-    return _pad(pre * _sigmoid(pre) if activation == "silu" else pre, like)
 
 
 def activation_gradient(pre: Tensor, activation: str | None, dy: Tensor) -> Tensor:

@@ -1,0 +1,22 @@
+"""Where the Hopper tier runs in tests: on a GPU, and on the CPU by the emulator of its kernels."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from deltaspan.kernels import select
+from tests.emulator import load
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The device that backend="hopper" serves."""
+    if request.param == "cuda":
+        yield "cuda"
+        return
+    served, tier = select.tier, load("deltaspan.kernels.hopper.tier")
+    monkeypatch.setattr(select, "_beyond_hopper", lambda *args, **call: None)
+    monkeypatch.setattr(select, "tier", lambda name: tier if name == "hopper" else served(name))
+    select._chosen.cache_clear()
+    yield "cpu"
+    select._chosen.cache_clear()
