@@ -149,7 +149,7 @@ def test_gates(rng: torch.Generator, machine: RawMachine, bias: bool, kind: torc
     if bias:
         bound += (g.double().abs() + 2) * 2**-24 * exact.abs()  # x itself is a sum
     assert ((found - exact).abs() <= bound)[:-5].all()
-    assert not found[-5:-3].any() and (found[-3:-1] + 110 < 1e-4).all() and found[-1].isnan().all()
+    assert not found[-5:-3].any() and ((found[-3:-1] + 110).abs() < 1e-4).all() and found[-1].isnan().all()
 
 
 @pytest.mark.parametrize("largest", [1.0, 2.0])
@@ -167,7 +167,8 @@ def test_sigmoids(rng: torch.Generator, machine: RawMachine, largest: float) -> 
 
 
 def test_lengths_and_rows_of_A(rng: torch.Generator, machine: RawMachine) -> None:
-    """Inverse lengths to fp32, and A over them to its rounding to bf16, as of ready keys: 1.7e-3 in squares."""
+    """Inverse lengths to fp32 (eight sums cut to 24 bits, and a root to two units of the last place), and A over them to
+    its rounding to bf16, as of ready keys: 1.7e-3 in squares."""
     x = raw_drawn(rng, [100, 3], H=2, group=2)
     made, ready = machine.prep(x.to(machine.device)), x.ready
     found_A, exact_A = [], []
@@ -175,7 +176,7 @@ def test_lengths_and_rows_of_A(rng: torch.Generator, machine: RawMachine) -> Non
         for which, t in enumerate((x.given.q, x.given.k)):
             exact = (t[start : start + n].double().square().sum(-1) + EPSILON).rsqrt().mT
             found = made.lengths[:, c, which, :n].cpu().double()
-            torch.testing.assert_close(found, exact, rtol=1e-6, atol=0)
+            torch.testing.assert_close(found, exact, rtol=2e-6, atol=0)
         k = ready.k[start : start + n].transpose(0, 1).repeat_interleave(2, 0)
         beta = ready.beta[start : start + n].mT
         system = torch.eye(n).double() + (beta[..., None] * (k @ k.mT)).tril(-1)
