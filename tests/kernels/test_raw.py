@@ -167,7 +167,7 @@ def test_sigmoids(rng: torch.Generator, machine: RawMachine, largest: float) -> 
 
 
 def test_lengths_and_rows_of_A(rng: torch.Generator, machine: RawMachine) -> None:
-    """Inverse lengths to fp32 (eight sums cut to 24 bits, and a root to two units of the last place), and A over them to
+    """Inverse lengths to fp32: eight sums cut to 24 bits, and a root to two units of the last place. And A over them to
     its rounding to bf16, as of ready keys: 1.7e-3 in squares."""
     x = raw_drawn(rng, [100, 3], H=2, group=2)
     made, ready = machine.prep(x.to(machine.device)), x.ready
