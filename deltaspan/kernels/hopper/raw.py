@@ -22,7 +22,7 @@ def gate(x, A_log):
     s = t * inverse  # log1p(t) = 2 artanh(s), s <= 1/3
     z = s * s
     # artanh(s) / s to 2^-29: the last term stands for all that follow 1/11
-    series = ((((((0.0852 * z + 1 / 11) * z + 1 / 9) * z + 1 / 7) * z + 1 / 5) * z) + 1 / 3) * z + 1.0
+    series = (((((0.0852 * z + 1 / 11) * z + 1 / 9) * z + 1 / 7) * z + 1 / 5) * z + 1 / 3) * z + 1.0
     share = 2.0 * inverse * series  # log1p(t) / t
     outside = A_log + gl.where(x < 0.0, x, 0.0)
     return -exp2(outside * LOG2_E) * gl.where(x > 0.0, x + t * share, share)
