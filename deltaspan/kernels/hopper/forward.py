@@ -28,7 +28,6 @@ products.
 
 import math
 
-import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.gluon import (
@@ -69,8 +68,8 @@ def forward_kernel(
     """Tiles (descriptors): q, k [T, H * 128], v [T, HV * 128] by [64, 128], v by [64, 64] with HALVES; A
     [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; o [T, HV * 128] by [64, 64].
 
-    o [T, HV, 128] bf16; entry [S, HV, K, V] fp32, exit [E, HV, K, V] fp32; broken [H, NC] int32; reach [HV, NC] fp32;
-    segments [S, 4] int32: first token, end, first chunk, place in entry and, with EXIT, in exit. Programs: segments,
+    o [T, HV, 128] bf16; entry [S, HV, K, V] fp32, exit [n, HV, K, V] fp32; broken [H, NC] int32; reach [HV, NC] fp32;
+    segments [n, 5] int32: first token, end, first chunk, place in entry and, with EXIT, in exit. Programs: segments,
     then heads, then with HALVES those of V. Without OUTPUT neither q nor o is touched, and lengths [H, NC, 2, 64] fp32
     only with L2NORM.
     """
@@ -78,12 +77,13 @@ def forward_kernel(
     WALKS: gl.constexpr = 1 if HALVES else 2
     first = gl.program_id(0) % (2 // WALKS) * HALF
     item = gl.program_id(0) // (2 // WALKS)
-    segment = segments + (item // HV) * 4
+    segment = segments + (item // HV) * 5
     hv = item % HV
     begin = gl.load(segment)
     end = gl.load(segment + 1)
     chunk = gl.load(segment + 2)
     source = gl.load(segment + 3)
+    target = gl.load(segment + 4)
     n = (end - begin + CHUNK - 1) // CHUNK
     felt = 1.0
     if not OUTPUT:
@@ -123,7 +123,7 @@ def forward_kernel(
         inverse = lengths + (h.to(gl.int64) * NC + chunk) * (2 * CHUNK)
     walking = (
         o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os, full, empty, ready, free, begin, end, n,
-        source, hv, scale, felt, first,
+        source, target, hv, scale, felt, first,
     )  # fmt: skip
     preparing = (
         qs, ks, vs, ws, gs, xs, writes, reads, keeps, full, ready, free, broken + h * NC + chunk, begin, end, n,
@@ -269,7 +269,7 @@ def walk(
     """The chain over 64 of the channels of V, from HELD on of those in shared memory, which begin with `first`."""
     (
         o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os, full, empty, ready, free, begin, end, n,
-        source, hv, scale, felt, first,
+        source, target, hv, scale, felt, first,
     ) = given  # fmt: skip
     first = first + HELD
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -326,7 +326,7 @@ def walk(
     if EXIT:
         # through the assembler, so that no address of this store is kept in registers all along the walk
         late = gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1)
-        at = (source * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + (first + late)[:, None]
+        at = (target * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + (first + late)[:, None]
         gl.store(exit + at, S)
     store_wait(0)
 
@@ -371,14 +371,14 @@ def forward(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16, rows of any pitch; entry [S, HV, K, V] fp32; segments
     as the kernel has them; programs on halves of V or on all of it; raw q and k if `made` is of such. Returns o like v,
-    dense, and the exit states like entry.
+    dense, and the exit states [n, HV, K, V].
 
     Without output the walk begins where its exit state begins to feel it.
     """
     H, HV, NC = k.shape[1], v.shape[1], made.A.shape[1]
     A, G, broken, reach, lengths = made
     o = v.new_empty(v.shape) if output else v
-    exit = torch.empty_like(entry) if exits else entry
+    exit = entry.new_empty(len(segments), *entry.shape[1:]) if exits else entry
     if len(segments):
         A_tiles = tiles(A, 64, 64, 64)
         launch(

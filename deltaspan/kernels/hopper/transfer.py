@@ -58,12 +58,12 @@ def transfer_kernel(
     TERMS: 2; or 1, the control by which tests show that it needs two.
     """
     HV: gl.constexpr = H * GROUP
-    segment = segments + (gl.program_id(0) // HV) * 4
+    segment = segments + (gl.program_id(0) // HV) * 5
     hv = gl.program_id(0) % HV
     begin = gl.load(segment)
     end = gl.load(segment + 1)
     chunk = gl.load(segment + 2)
-    target = gl.load(segment + 3)
+    target = gl.load(segment + 4)
     n = (end - begin + CHUNK - 1) // CHUNK
     first = hv.to(gl.int64) * NC + chunk
     decay = summed_decay(G + first * CHUNK, broken + (hv // GROUP) * NC + chunk, n)
