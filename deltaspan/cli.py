@@ -159,7 +159,7 @@ def bench(
     cp: Annotated[str | None, typer.Option(help="With --pack, ranks of the group, such as 2,4; default: 4.")] = None,
     layout: Annotated[str | None, typer.Option(help="With --pack, layouts, or all; default: contiguous.")] = None,
     heads: Annotated[str, typer.Option(help="Key heads and value heads.")] = "16,48",
-    peers: Annotated[str | None, typer.Option(help="Other implementations to time: fla,flash_qla.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Other implementations to time: fla,flash_qla,flashinfer.")] = None,
     decay: Annotated[str, typer.Option(help="moderate or slow.")] = "moderate",
     backend: Annotated[str, typer.Option(help="A tier by name.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,

@@ -38,19 +38,22 @@ class Case:
     spills: int = 0  # loads and stores of local memory
 
 
-def _prep(H: int, group: int, shared: int, instructions: int) -> Case:
+def _prep(H: int, group: int, shared: int, instructions: int, *, raw: bool = False) -> Case:
+    further = {"q": "*bf16", "q_eighths": "i32", "lengths": "*fp32", "A_log": "*fp32", "dt_bias": "*fp32"}
     return Case(
         kernel="deltaspan.kernels.hopper.prep:prep_kernel",
         arguments={
             "k": "*bf16", "g": "*fp32", "beta": "*fp32", "chunks": "*i32", "A": "*bf16", "G": "*fp32", "broken": "*i32",
             "reach": "*fp32", "NC": "i32", "eighths": "i32",
-        },
-        constants={"H": H, "GROUP": group},
+        } | (further if raw else {}),
+        constants={"H": H, "GROUP": group, "L2NORM": raw, "GATE": raw, "BIAS": raw, "SIGMOID": 2.0 if raw else 0}
+        | ({} if raw else dict.fromkeys(further)),
         num_warps=1,
         registers=255,
         shared=shared,
         instructions=instructions,
-        reason="8 warps a multiprocessor, which registers allow and shared memory does not limit; code within 48 KB",
+        reason="8 warps a multiprocessor, which registers allow and shared memory does not limit; code within "
+        + ("64 KB" if raw else "48 KB"),
     )  # fmt: skip
 
 
@@ -61,17 +64,25 @@ A_WALK: dict[str, str] = {
 }  # fmt: skip
 
 
+def _lengths(l2norm: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """The arguments and constants that are for raw q and k."""
+    return ({"lengths": "*fp32"}, {"L2NORM": True}) if l2norm else ({}, {"lengths": None, "L2NORM": False})
+
+
 def _forward(
-    H: int, group: int, *, output: bool, exits: bool, instructions: int, halves: bool = False, spills: int = 0
-) -> Case:
+    H: int, group: int, *, output: bool, exits: bool, instructions: int, halves: bool = False, spills: int = 0,
+    l2norm: bool = False,
+) -> Case:  # fmt: skip
     width = 64 if halves else 128
+    arguments, constants = _lengths(l2norm)
     return Case(
         kernel="deltaspan.kernels.hopper.forward:forward_kernel",
         arguments=A_WALK
         | {"q_tiles": "tiles<bf16[64, 128]>", "v_tiles": f"tiles<bf16[64, {width}]>", "o_tiles": "tiles<bf16[64, 64]>"}
         | {"G_tiles": "tiles<fp32[1, 64]>", "o": "*bf16", "entry": "*fp32", "exit": "*fp32", "scale": "fp32"}
-        | {"scale_log2": "fp32"},
-        constants={"H": H, "GROUP": group, "HALVES": halves, "OUTPUT": output, "EXIT": exits},
+        | {"scale_log2": "fp32"}
+        | arguments,
+        constants={"H": H, "GROUP": group, "HALVES": halves, "OUTPUT": output, "EXIT": exits} | constants,
         num_warps=4,
         registers=168 if halves else 128,
         shared=WHOLE,
@@ -99,20 +110,21 @@ def _adjoint(H: int, group: int, *, states: bool, instructions: int, halves: boo
     )
 
 
-def _transfer(H: int, group: int) -> Case:
+def _transfer(H: int, group: int, *, instructions: int = 2750, l2norm: bool = False) -> Case:
+    arguments, constants = _lengths(l2norm)
     return Case(
         kernel="deltaspan.kernels.hopper.transfer:transfer_kernel",
-        arguments=A_WALK | {"G": "*fp32", "M": "*fp32"},
-        constants={"H": H, "GROUP": group, "TERMS": 2},
+        arguments=A_WALK | {"G": "*fp32", "M": "*fp32"} | arguments,
+        constants={"H": H, "GROUP": group, "TERMS": 2} | constants,
         num_warps=4,
         registers=128,
         shared=WHOLE,
-        instructions=2750,
+        instructions=instructions,
         reason="as the forward",
     )
 
 
-def _compose(kernel: str, arguments: str, instructions: int, spills: int = 0, **constants: int) -> Case:
+def _compose(kernel: str, arguments: str, instructions: int, **constants: int) -> Case:
     strides = dict.fromkeys(("map_row", "map_head", "offset_row", "offset_head"), "i32")
     kinds = dict.fromkeys(("members", "starts", "wanted"), "*i32") | strides
     return Case(
@@ -120,12 +132,10 @@ def _compose(kernel: str, arguments: str, instructions: int, spills: int = 0, **
         arguments={name: kinds.get(name, "*fp32") for name in arguments.split()},
         constants=constants | {"PITCH": 1, "NEXT": 128},
         num_warps=4,
-        registers=168,
+        registers=208,
         shared=48 * 1024,
         instructions=instructions,
-        spills=spills,
-        reason="three programs a multiprocessor, so that loads of one pass while another computes"
-        + ("; ptxas after Triton 3.9 lays two addresses by to make room for five" if spills else ""),
+        reason="two programs a multiprocessor, so that loads of one pass while another computes",
     )
 
 
@@ -150,6 +160,7 @@ CASES = {
     "prep, 16 key heads x 1": _prep(16, 1, 9 * 1024, 2300),
     "prep, 16 key heads x 3": _prep(16, 3, 18 * 1024, 2900),
     "prep, 2 key heads x 4": _prep(2, 4, 22 * 1024, 3200),
+    "raw prep": _prep(16, 3, 18 * 1024, 4096, raw=True),
     "forward, 16 key heads x 3": _forward(16, 3, output=True, exits=False, instructions=2650),
     "forward, 2 key heads x 4": _forward(2, 4, output=True, exits=False, instructions=2650),
     "forward with exit states": _forward(16, 3, output=True, exits=True, instructions=2800, spills=16),
@@ -162,9 +173,16 @@ CASES = {
     "adjoint walk with states on halves of V": _adjoint(16, 3, states=True, instructions=1900, halves=True),
     "adjoint walk": _adjoint(16, 3, states=False, instructions=2500),
     "adjoint walk on halves of V": _adjoint(16, 3, states=False, instructions=2000, halves=True),
+    "raw forward": _forward(16, 3, output=True, exits=False, instructions=2700, l2norm=True),
+    "raw forward with exit states": _forward(16, 3, output=True, exits=True, instructions=2900, spills=17, l2norm=True),
+    "raw forward on halves of V with exit states": _forward(
+        16, 3, output=True, exits=True, instructions=2900, halves=True, l2norm=True
+    ),
+    "raw exit states alone": _forward(16, 3, output=False, exits=True, instructions=2300, l2norm=True),
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),
-    "merge": _compose("merge_kernel", "M X b out", 1600, WIDTH=128),
+    "raw transfer": _transfer(16, 3, instructions=2900, l2norm=True),
+    "merge": _compose("merge_kernel", "M X b out", 850, WIDTH=128),
     "convolution, 4 taps, bf16": _conv(
         "bf16", 2048, 4, 112, 1000, "18 warps a multiprocessor, 4 rows of 512 bytes each under way: 36 KB"
     ),
@@ -173,7 +191,7 @@ CASES = {
     "convolution, rows at any pitch": _conv(
         "bf16", 301, 4, 160, 1750, "12 warps a multiprocessor; loads of one number"
     ),
-    "chain": _compose("chain_kernel", CHAIN_ARGUMENTS, 2000, spills=2, HV=48, MAPS=True),
+    "chain": _compose("chain_kernel", CHAIN_ARGUMENTS, 1200, HV=48, MAPS=True),
 }
 """Of each kernel the variants that differ in what they take."""
 

@@ -51,7 +51,7 @@ def prep_row(shard: Shard, seed: int) -> dict[str, Any]:
     x = draw(shard.part.total_tokens, HEADS, "moderate", device="cuda", seed=seed)
     given = x.k[0], x.g[0], x.beta[0]
     made = prep(*given, chunks)
-    return _row("prep", shard, partial(prep, *given, chunks), (*given, *made), _errors(x, chunks, made.A))
+    return _row("prep", shard, partial(prep, *given, chunks), (*given, *made[:4]), _errors(x, chunks, made.A))
 
 
 def convolution_row(shard: Shard, seed: int) -> dict[str, Any]:

@@ -23,7 +23,8 @@ class Peer:
 
     name: ClassVar[str]
     home: ClassVar[str]  # the module of the operation
-    capabilities: ClassVar[frozenset[tuple[int, int]] | None] = None  # of devices that it trains on; None: any
+    capabilities: ClassVar[frozenset[tuple[int, int]] | None] = None  # of devices that it works on; None: any
+    phases: ClassVar[tuple[str, ...]] = ("forward", "step")
 
     def __init__(self, lengths: Sequence[int], device: str) -> None:
         """lengths: of the shard's documents, in tokens, each at least 1."""
@@ -39,7 +40,8 @@ class Peer:
         capability = torch.cuda.get_device_capability()
         if cls.capabilities is not None and capability not in cls.capabilities:
             known = ", ".join(f"{major}.{minor}" for major, minor in sorted(cls.capabilities))
-            return f"it trains on compute capabilities {known}, and this device has {capability[0]}.{capability[1]}"
+            does = "trains" if "step" in cls.phases else "runs"
+            return f"it {does} on compute capabilities {known}, and this device has {capability[0]}.{capability[1]}"
         try:
             import_module(cls.home)
         except Exception as error:  # whatever a package raises where it cannot work
@@ -83,7 +85,31 @@ class FlashQla(Peer):
     capabilities = frozenset({(9, 0), (10, 0), (10, 3)})
 
 
-PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Fla, FlashQla)}
+class FlashInfer(Peer):
+    """FlashInfer's prefill, with its split of long sequences on one device where it chooses that, which is its default.
+
+    It has no backward on Hopper. The natural-log decay goes in as such, and the longest length as a number of the host:
+    it does without, but then takes all tokens for it and launches blocks that find nothing to do.
+    """
+
+    name, home = "flashinfer", "flashinfer.gdn_prefill"
+    capabilities = frozenset({(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)})
+    phases = ("forward",)
+
+    def __init__(self, lengths: Sequence[int], device: str) -> None:
+        super().__init__(lengths, device)
+        self._longest = max(lengths)
+
+    def step(self, x: Operands) -> Results:
+        raise NotImplementedError("FlashInfer's prefill has no backward")
+
+    def _call(self, operands: Sequence[Tensor]) -> Tensor:
+        q, k, v, g, beta = (t[0] for t in operands)  # it knows no batch axis
+        o = self._rule(q, k, v, g, beta, cu_seqlens=self._cu_seqlens, max_seqlen=self._longest, gate_domain="log")
+        return o[None]
+
+
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (Fla, FlashQla, FlashInfer)}
 
 
 def peers_by_name(names: Sequence[str], device: str) -> list[type[Peer]]:

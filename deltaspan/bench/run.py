@@ -61,7 +61,7 @@ class Bench:
     backend: str  # the tier's name
     shards: Sequence[Shard]
     peers: Sequence[type[Peer]]
-    phases: Sequence[str] = tuple(PEAKS)  # what is timed: a tier without a backward has its forward timed alone
+    phases: Sequence[str] = tuple(PEAKS)  # what is timed: a tier without a backward has all forwards timed alone
 
     def run(self, tell: Tell = lambda text: None) -> Iterator[dict[str, Any]]:
         """Yields the record after each row: one that is cut short has the rows that were done.
@@ -110,7 +110,7 @@ class Bench:
             calls = {
                 side.name: partial(getattr(side, what), given)
                 for side in (ours, *peers)
-                if found[side.name]["off"] is None
+                if what in side.phases and found[side.name]["off"] is None
             }
             taken = self._times(calls, stopwatch.around if group is None else group.during, stopwatch)
             for name, call in calls.items():
@@ -201,7 +201,7 @@ def _judged(
 ) -> dict[str, Any]:
     """errors by result, "forward" being the output of a forward without saving; off: why it is not timed, or None."""
     try:
-        results = side.step(x)._asdict() if "step" in phases else {}
+        results = side.step(x)._asdict() if "step" in phases and "step" in side.phases else {}
         errors = {name: truth.error(name, whole(t)) for name, t in results.items()}
         errors["forward"] = truth.error("o", whole(side.forward(x)))
     except Exception as error:  # a side that cannot serve this shard does not end the run

@@ -19,6 +19,7 @@ class Side(Protocol):
     """What is timed and judged. It keeps nothing between calls but what does not depend on the operands' values."""
 
     name: str
+    phases: Sequence[str]  # which of "forward" and "step" it has
 
     def forward(self, x: Operands) -> Tensor:
         """o, with nothing kept for a backward."""
@@ -66,7 +67,7 @@ class TimedGroup(SimulatedGroup):
 class Deltaspan:
     """This package on a context: its operands and results are tensors, or lists of shards where ranks are simulated."""
 
-    name = "deltaspan"
+    name, phases = "deltaspan", ("forward", "step")
 
     def __init__(self, ctx: ds.Context, backend: str = "auto") -> None:
         self.ctx, self.backend = ctx, backend

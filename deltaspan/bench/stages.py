@@ -85,7 +85,6 @@ class Problem:
         self.leaving = torch.randn_like(self.states)
         self.tape = self.prep()
         self.adjoint = self.tier.adjoint_prep(self.tape, self.x.do[0])
-        self.left = self.states[self.cut.left_slots]
 
     def prep(self) -> Any:
         operands = (t[0] for t in self.x[:5])
@@ -116,14 +115,14 @@ class Problem:
             "exit states": self.exits, "maps": self.maps, "adjoint walk": partial(self.walk_back, False),
             "adjoint walk on halves": partial(self.walk_back, True), "entry adjoints": self.entry_adjoints,
         }  # fmt: skip
-        if len(self.left):
-            M, b = self.tier.summary(self.tape, self.cut.left, self.left)
+        if len(self.cut.left_slots):
+            M, b = self.tier.summary(self.tape, self.cut.left, self.states)
             stages["chain"] = partial(self.tier.chain, M, b, self.cut.forward.chains, maps=False)
         return stages
 
     def errors(self) -> dict[str, float]:
         """Relative RMS against FP64 of the first key head's value heads in the longest segment."""
-        begin, end, _, place = self.cut.every.table[0].tolist()
+        begin, end, _, place, _ = self.cut.every.table[0].tolist()
         group = self.heads[1] // self.heads[0]
         q, k = (t[:, begin:end, :1].double() for t in self.x[:2])
         v, g, beta = (t[:, begin:end, :group].double() for t in self.x[2:5])

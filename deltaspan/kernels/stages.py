@@ -7,14 +7,14 @@ are.
     tape = prep(q, k, v, g, beta, grid, scale=, unit_keys=, raw=)
         q, k [T, H, K]   v [T, HV, V]   g, beta [T, HV]        what does not depend on the state, per chunk
     M, b = summary(tape, runs, entry)
-        entry [n, HV, K, V] -> M [n, HV, K, K], b [n, HV, K, V]     exit state = M (state added to entry) + b
+        entry [S, HV, K, V] -> M [n, HV, K, K], b [n, HV, K, V]     exit state = M (state added to entry) + b
     M = transfer(tape, runs)                                        the same M alone
     o, exit, states = walk(tape, runs, entry, output=, exits=)
         entry [S, HV, K, V] -> o [T, HV, V] or None, exit like entry (if anybody reads them); states: for gradients()
     adjoint = adjoint_prep(tape, do)
         do [T, HV, V]
     d = adjoint_summary(adjoint, runs, leaving)
-        leaving [n, HV, K, V], the adjoint of the exit state -> d [n, HV, K, V], the adjoint of the entry state
+        leaving [S, HV, K, V], the adjoint of the exit state -> d [n, HV, K, V], the adjoint of the entry state
     entering, costates = adjoint_walk(adjoint, runs, leaving)
         leaving [S, HV, K, V] -> entering like it; costates: for gradients()
     dq, dk, dv, dg, dbeta, dA_log, ddt_bias = gradients(adjoint, states, costates)
@@ -63,10 +63,13 @@ class Runs(NamedTuple):
     """Segments that are walked side by side, longest first."""
 
     order: Tensor  # [n] int64, segments as the caller counts them, in walking order
+    slots: Tensor  # [n] int64, their places among all segments, in walking order
     inverse: Tensor  # [n] int64, the walking order's inverse
     first: Tensor  # [n] int64, first chunk, in walking order
     last: Tensor  # [n] int64, last chunk, in walking order
-    table: Tensor  # [n, 4] int32: first token, end, first chunk, place as the caller counts them; in walking order
+    table: (
+        Tensor  # [n, 5] int32: first token, end, first chunk, slot, place as the caller counts them; in walking order
+    )
     active: tuple[int, ...]  # by step, how many still have a chunk
     halves: bool  # whether they end sooner on each half of V's channels side by side, with the same bits
 

@@ -60,7 +60,7 @@ def backward_program(
     adjoint = tier.adjoint_prep(tape, do)
     del tape
     leaving = end_adjoints(cut, x, dfinal_state)
-    d = tier.adjoint_summary(adjoint, cut.entered, leaving[cut.entered_slots])
+    d = tier.adjoint_summary(adjoint, cut.entered, leaving)
     folded = fold(tier, cut.backward, maps.mT, d)
     sent = kept, whole, folded.last_offsets
     del maps, kept, whole, d

@@ -47,7 +47,7 @@ def enter(
 ) -> Program[tuple[Tensor, Saved]]:
     """The true entry state of every segment, [S, HV, K, V], and what the exchange's way back needs."""
     entry = start_states(cut, x)
-    M, b = tier.summary(tape, cut.left, entry[cut.left_slots])
+    M, b = tier.summary(tape, cut.left, entry)
     folded = fold(tier, cut.forward, M, b)
     whole = folded.last_maps, folded.last_offsets
     arrived, kept = yield from carry_states(options.exchange, view.seams, tier, *whole, common(x, options))

@@ -51,7 +51,7 @@ class Options:
             TypeError: an unknown keyword, a flag that is no bool, a scale that is no number.
             ValueError: a value that is none of those accepted, or one that another option excludes.
         """
-        unknown = given.keys() - {field.name for field in fields(cls)} - {"workspace"}
+        unknown = given.keys() - KEYWORDS
         if unknown:
             raise TypeError(f"unknown option {min(unknown)!r}")
         if (workspace := given.pop("workspace", None)) is not None:
@@ -86,6 +86,9 @@ class Options:
     def keeps(self) -> bool:
         """Whether the forward keeps anything for the backward."""
         return self.boundary_mode == "saved"
+
+
+KEYWORDS = {*(field.name for field in fields(Options)), "workspace"}
 
 
 @lru_cache(maxsize=256, typed=True)

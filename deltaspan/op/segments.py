@@ -38,8 +38,8 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:
     inside = np.arange(len(table.first))
     first, last = np.setdiff1d(inside, table.entered), np.setdiff1d(inside, table.left)
     ways = passages(part, view.rank, table)
-    walks = {"every": inside, "left": table.left, "entered": table.entered}
-    walks = {name: walk_order(table.first[which], table.count[which]) for name, which in walks.items()}
+    chosen = {"every": inside, "left": table.left, "entered": table.entered}
+    walks = {name: walk_order(table.first[which], table.count[which]) for name, which in chosen.items()}
     arrays = {
         "left_slots": table.left,
         "entered_slots": table.entered,
@@ -50,7 +50,7 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:
         "last_docs": doc[last],
     }
     grid = chunk_grid(part, view.rank)
-    columns = [c for w in walks.values() for c in _run_columns(w, grid)]
+    columns = [c for name, w in walks.items() for c in _run_columns(w, chosen[name], grid)]
     columns += [c for way in ways for c in (*columns_of(way.chains), *way[2:])]
     tensors = iter(upload(device, [*arrays.values(), *columns]))
     take = tensors.__next__
@@ -59,17 +59,18 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:
         count=len(table.first),
         **{name: take() for name in arrays},
         **{
-            name: Runs(take(), take(), take(), take(), take().int(), w.active, halves[name])
+            name: Runs(take(), take(), take(), take(), take(), take().int(), w.active, halves[name])
             for name, w in walks.items()
         },
         **{name: _passage(way, take) for name, way in zip(("forward", "backward"), ways, strict=True)},
     )
 
 
-def _run_columns(w: WalkOrder, grid: ChunkGrid) -> tuple[np.ndarray, ...]:
-    last = w.first + w.count - 1
+def _run_columns(w: WalkOrder, which: np.ndarray, grid: ChunkGrid) -> tuple[np.ndarray, ...]:
+    """Of `Runs`, for the segments `which` in walking order."""
+    last, slots = w.first + w.count - 1, which[w.order]
     tokens = grid.start[w.first], grid.start[last] + grid.length[last]
-    return w.order, np.argsort(w.order), w.first, last, np.stack([*tokens, w.first, w.order], axis=1)
+    return w.order, slots, np.argsort(w.order), w.first, last, np.stack([*tokens, w.first, slots, w.order], axis=1)
 
 
 def _passage(way: Passage[np.ndarray], take: Callable[[], Tensor]) -> Passage[Tensor]:

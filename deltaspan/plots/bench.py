@@ -14,7 +14,7 @@ from matplotlib.transforms import blended_transform_factory
 
 TITLES = {"forward": "forward", "step": "checkpointed step"}
 OURS = "deltaspan"
-COLOURS = {OURS: "tab:blue", "fla": "tab:orange", "flash_qla": "tab:green"}
+COLOURS = {OURS: "tab:blue", "fla": "tab:orange", "flash_qla": "tab:green", "flashinfer": "tab:red"}
 OTHER = "tab:purple"
 GROUP = 0.8  # of a row's height, shared by the bars of its sides
 ROW_INCHES, BAR_INCHES, FRAME_INCHES = 0.2, 0.2, 1.7

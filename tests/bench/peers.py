@@ -13,7 +13,7 @@ from deltaspan.bench.sides import Deltaspan
 class Right:
     """By deltaspan's own operation."""
 
-    name = "right"
+    name, phases = "right", ("forward", "step")
 
     def __init__(self, lengths: Sequence[int], device: str) -> None:
         part = ds.partition([0, *accumulate(lengths)], 1)
@@ -53,6 +53,13 @@ class Hasty(Right):
 
     def forward(self, x: Operands) -> Tensor:
         return super().forward(x).roll(1, dims=1)
+
+
+class ForwardOnly(Right):
+    name, phases = "forward_only", ("forward",)
+
+    def step(self, x: Operands) -> Results:
+        raise AssertionError("it said that it has none")
 
 
 class Raising(Right):

@@ -1,17 +1,22 @@
 """A record from request to row: its keys, who is timed and who is not, and when a row counts as steady."""
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from deltaspan.bench import run as bench_run
-from deltaspan.bench.peers import PEERS, Fla, FlashQla, first_line
+from deltaspan.bench.check import Truth
+from deltaspan.bench.operands import draw
+from deltaspan.bench.peers import PEERS, Fla, FlashInfer, FlashQla, first_line
 from deltaspan.bench.report import line, table
 from deltaspan.bench.run import Request, prepare
 from deltaspan.bench.timing import Stopwatch, interleave
-from tests.bench.peers import Hasty, Missing, Raising, Right, Wrong
+from deltaspan.reference import chunked_gated_delta_rule
+from tests.bench.peers import ForwardOnly, Hasty, Missing, Raising, Right, Wrong
 
 TOY = {"shards": ["2x40"], "heads": (1, 2), "device": "cpu"}
 PROMISED = ["pack", "cp", "layout", "slowest_rank", "forward_ms", "step_ms", "wire_ms", "peak_mib", "peers"]
@@ -34,7 +39,7 @@ def even_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    for peer in (Right, Wrong, Hasty, Raising, Missing):
+    for peer in (Right, Wrong, Hasty, ForwardOnly, Raising, Missing):
         monkeypatch.setitem(PEERS, peer.name, peer)
 
 
@@ -69,6 +74,16 @@ def test_a_tier_without_a_backward_has_its_forward_timed(known: None, monkeypatc
     assert "forward MiB" in table(record)
     assert full["phases"] == ["forward", "step"]
     assert row["errors"]["forward"] == pytest.approx(full["rows"][0]["errors"]["forward"], rel=1e-6)
+
+
+def test_a_peer_without_a_backward_has_its_forward_timed(known: None) -> None:
+    record = last(peers=["forward_only", "right"], heads=(2, 4))
+    (row,) = record["rows"]
+    side = row["peers"]["forward_only"]
+    assert record["phases"] == ["forward", "step"] and row["ok"] and side["errors"].keys() == {"forward"}
+    assert side["forward_ms"] > 0 and side["step_ms"] is None and side["spread"].keys() == {"forward"}
+    assert row["peers"]["right"]["step_ms"] > 0 and row["control"].keys() == {"forward", "step"}
+    assert f"forward_only {side['forward_ms']:,.3f} / -," in line(row) and "forward_only" in table(record)
 
 
 def test_pack_rows_are_of_one_rank_and_of_all(even_clock: None) -> None:
@@ -154,7 +169,7 @@ def test_documents_of_one_token_are_served() -> None:
     assert row["ok"]
 
 
-@pytest.mark.parametrize("peer", [Fla, FlashQla])
+@pytest.mark.parametrize("peer", [Fla, FlashQla, FlashInfer])
 def test_real_peers_say_why_they_cannot_run(peer: type, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA device" in peer.refusal("cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -167,6 +182,26 @@ def test_real_peers_say_why_they_cannot_run(peer: type, monkeypatch: pytest.Monk
 def test_a_device_too_old_for_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     assert FlashQla.refusal("cuda") == "it trains on compute capabilities 9.0, 10.0, 10.3, and this device has 8.6"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert FlashInfer.refusal("cuda").startswith("it runs on compute capabilities 8.0, ")
+
+
+def test_flashinfer_is_called_by_its_own_conventions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens first, an unbatched pack; the log decay said to be one; the longest document."""
+    said = []
+
+    def rule(q, k, v, g, beta, *, cu_seqlens, **options):
+        said.append((cu_seqlens.tolist(), options))
+        return chunked_gated_delta_rule(*(t.double() for t in (q, k, v, g, beta)), cu_seqlens.tolist())[0].to(v.dtype)
+
+    module = SimpleNamespace(chunk_gated_delta_rule=rule)
+    monkeypatch.setitem(sys.modules, FlashInfer.home, module)
+    x, peer = draw(170, (1, 2), "moderate", device="cpu", seed=3), FlashInfer([40, 130], "cpu")
+    o = peer.forward(x)
+    assert o.shape == x.v.shape and Truth.of(x, [0, 40, 170], gradients=False).error("o", o) < 2**-8  # one rounding
+    assert said == [([0, 40, 170], {"max_seqlen": 130, "gate_domain": "log"})]
+    with pytest.raises(NotImplementedError, match="no backward"):
+        peer.step(x)
 
 
 def test_a_peer_that_was_asked_for_and_is_missing_is_an_error(known: None) -> None:

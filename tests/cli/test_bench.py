@@ -86,7 +86,7 @@ def test_what_is_wrong_fails_the_command(known: None) -> None:
         (["--shards", "1x5", "--heads", "3,4"], "--heads must be H,HV, two numbers from 1 on"),
         (["--shards", "1x5", "--heads", "3"], "--heads must be H,HV, two numbers from 1 on"),
         (["--shards", "1x5", "--peers", "fla"], "--peers must be able to run here, and fla is not: it needs a CUDA"),
-        (["--shards", "1x5", "--peers", "zla"], "--peers must be some of fla, flash_qla, got 'zla'"),
+        (["--shards", "1x5", "--peers", "zla"], "--peers must be some of fla, flash_qla, flashinfer, got 'zla'"),
         (["--shards", "1x5", "--decay", "none"], "--decay must be one of moderate, slow, got 'none'"),
         (["--shards", "1x5", "--backend", "tpu"], "--backend must be one of"),
         (["--shards", "1x5", "--device", "tpu"], "--device must be cpu or cuda, got 'tpu'"),

@@ -51,10 +51,15 @@ def mma_v2(a: Value, b: Value, acc: Value, input_precision: str | None = None) -
 
 
 def dot(a: Value, b: Value, acc: Value | None = None, input_precision: str = "tf32") -> Value:
-    """Plain Triton's: "ieee" takes fp32 operands whole."""
-    if input_precision not in ("tf32", "ieee"):
+    """Plain Triton's: "ieee" takes fp32 operands whole, "tf32x3" as two TF32 numbers each, but for the product of the
+    small ones."""
+    if input_precision not in ("tf32", "tf32x3", "ieee"):
         raise NotImplementedError(f"dot with input_precision {input_precision!r}")
     before = Value(torch.zeros(a.shape[0], b.shape[1]), torch.float32) if acc is None else acc
+    if input_precision == "tf32x3":
+        small_a, small_b = (Value(x.held - _entering(x, whole=False), x.dtype) for x in (a, b))
+        mixed = _product(small_a, b, before) + _product(a, small_b, before)
+        return Value(_product(a, b, before) + mixed.nan_to_num(nan=0.0) + before.held, before.dtype)
     return Value(_product(a, b, before, whole=input_precision == "ieee") + before.held, before.dtype)
 
 

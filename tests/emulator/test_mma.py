@@ -63,6 +63,8 @@ def test_fp32_operands_are_cut_to_tf32(rng: Generator) -> None:
             warpgroup_mma(stored(x), stored(y.mT.contiguous()), zero(64, 16))
         assert same_bits(dot(value_of(x), value_of(y.mT), input_precision="ieee").memory(), x @ y.mT)
         assert same_bits(dot(value_of(x), value_of(y.mT.contiguous())).memory(), expected)
+        twice = dot(value_of(x), value_of(y.mT), input_precision="tf32x3").memory()
+        assert 0 < (twice - x.double() @ y.double().mT).norm() / twice.norm() < 2**-20
         with pytest.raises(NotImplementedError, match="ieee"):
             mma_v2(value_of(x), value_of(y.mT), zero(64, 16), input_precision="ieee")
 

@@ -29,15 +29,15 @@ class Given(NamedTuple):
         """The adjoint of entry states, like leaving, and of the state at every chunk's end [NC, HV, K, V], by autograd
         in FP64, chunk by chunk."""
         x, entering, adjoints = self.x, [], []
-        for begin, end, first, place in x.segments.tolist():
-            states = [x.entry[place : place + 1].double().requires_grad_()]
+        for begin, end, first, source, _ in x.segments.tolist():
+            states = [x.entry[source : source + 1].double().requires_grad_()]
             loss = torch.zeros((), dtype=torch.float64)
             for at, tokens in x.chunks[first : first + -(-(end - begin) // 64)].tolist():
                 operands = (t[None, at : at + tokens].double() for t in (x.q, x.k, x.v, x.g, x.beta))
                 o, state = chunked_gated_delta_rule(*operands, [0, tokens], initial_state=states[-1])
                 loss = loss + (o[0] * self.do[at : at + tokens]).sum()
                 states.append(state)
-            entry, *rest = torch.autograd.grad(loss + (states[-1] * self.leaving[place]).sum(), states)
+            entry, *rest = torch.autograd.grad(loss + (states[-1] * self.leaving[source]).sum(), states)
             entering.append(entry)
             adjoints += rest
         return torch.cat(entering), torch.cat(adjoints)
@@ -85,6 +85,18 @@ def test_adjoints_of_entry_states_and_of_every_chunk(rng: torch.Generator, devic
 @pytest.mark.parametrize(("H", "group"), [(2, 3), (1, 4)])
 def test_any_heads(rng: torch.Generator, device: str, H: int, group: int) -> None:
     found_and_true(given(rng, [70], H=H, group=group), device)
+
+
+@pytest.mark.parametrize("states", [True, False])
+def test_segments_read_and_write_where_they_are_told(rng: torch.Generator, device: str, states: bool) -> None:
+    g = given(rng, [70, 1, 64], group=1).to(device)
+    expected = Machine(device).adjoint(g, states=states)[0]
+    among = torch.randn(5, *g.leaving.shape[1:], generator=rng).to(device)
+    among[[4, 0, 2]] = g.leaving
+    g.x.segments[:, 3] = torch.tensor([4, 0, 2])
+    g.x.segments[:, 4] = torch.tensor([2, 0, 1])
+    entering, _ = Machine(device).adjoint(g._replace(leaving=among), states=states)
+    assert entering.shape == expected.shape and torch.equal(entering[[2, 0, 1]], expected)
 
 
 def test_rows_at_a_pitch(rng: torch.Generator, device: str) -> None:

@@ -28,7 +28,7 @@ class Problem(NamedTuple):
     beta: Tensor
     entry: Tensor  # [S, HV, 128, 128], a state a segment
     chunks: Tensor  # [NC, 2] int32
-    segments: Tensor  # [S, 4] int32
+    segments: Tensor  # [S, 5] int32
     runs: list[tuple[int, int]]  # first token and end of each segment
 
     def to(self, device: str) -> "Problem":
@@ -54,7 +54,7 @@ def drawn(
     g = {"moderate": g, "slow": -1e-4 * torch.rand(T, HV, generator=rng), "strong": 20 * g, "none": 0 * g}[decay]
     last = table.first + table.count - 1
     runs = list(zip(grid.start[table.first].tolist(), (grid.start[last] + grid.length[last]).tolist(), strict=True))
-    rows = [(*run, first, i) for i, (run, first) in enumerate(zip(runs, table.first.tolist(), strict=True))]
+    rows = [(*run, first, i, i) for i, (run, first) in enumerate(zip(runs, table.first.tolist(), strict=True))]
     return Problem(
         normalize(draw(T, H, 128), dim=-1).bfloat16(), normalize(draw(T, H, 128), dim=-1).bfloat16(),
         draw(T, HV, 128).bfloat16(), g, torch.rand(T, HV, generator=rng), draw(len(runs), HV, 128, 128),
@@ -129,6 +129,17 @@ def test_the_order_of_partitions_changes_no_bit(rng: torch.Generator) -> None:
     first = Machine("cpu").forward(x, seed=0)
     for seed in range(1, 4):
         assert all(torch.equal(a, b) for a, b in zip(Machine("cpu").forward(x, seed=seed), first, strict=True))
+
+
+@pytest.mark.parametrize("output", [True, False])
+def test_a_run_finds_its_state_among_all(rng: torch.Generator, machine: Machine, output: bool) -> None:
+    x = drawn(rng, [150, 1, 70], decay="slow").to(machine.device)
+    expected = machine.forward(x, output=output)
+    x.segments[:, 3] = torch.tensor([4, 0, 2])
+    among = torch.full_like(x.entry[:1], torch.nan).repeat(6, 1, 1, 1)
+    among[[4, 0, 2]] = x.entry
+    found = machine.forward(x._replace(entry=among), output=output)
+    assert all(a is b is None or same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("what", [{}, {"exits": False}, {"output": False}])
@@ -240,6 +251,7 @@ def test_what_stands_behind_a_fragment_is_not_read(rng: torch.Generator, machine
 
 
 def test_merge(rng: torch.Generator, machine: Machine) -> None:
+    """In 22 bits, the same ones whatever stands beside."""
     M, X, b = (torch.randn(3, 2, 128, 128, generator=rng) for _ in range(3))
     compose = machine.module("compose")
     given = [t.to(machine.device) for t in (M / 11, X, b)]
@@ -250,6 +262,10 @@ def test_merge(rng: torch.Generator, machine: Machine) -> None:
         assert torch.equal(alone[0, 0], found[1, 1])
         beside = compose.merge(m, *(torch.cat([t, t.flip(0)], -1) for t in given[1:]))
         assert torch.equal(beside[..., :128], found)
+    if machine.device == "cpu":  # and in eleven bits it would be seen
+        source = path_of(f"{TIER}.compose").read_text()
+        short = load(f"{TIER}.compose", source.replace('"tf32x3"', '"tf32"')).merge(*given)
+        assert relative(short, M.double() / 11 @ X.double() + b.double()) > 1e-4
 
 
 CHAINS = chains_of(  # of three members, of one, and of two; places 1 and 5 are for others to fill

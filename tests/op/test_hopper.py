@@ -8,6 +8,7 @@ import deltaspan as ds
 from deltaspan.reference import chunked_gated_delta_rule
 from tests.helpers import same_bits
 from tests.op.hopper import BF16, drawn, relative, run
+from tests.op.raw import ALL, draw_raw, made_ready
 from tests.op.support import LAYOUTS, draw, offsets, split
 
 LENGTHS = [700, 1, 0, 799, 64, 63, 1300, 130]
@@ -47,6 +48,21 @@ def test_forward_in_few_chunks(hopper: str, rng: torch.Generator, layout: str, d
     assert all(relative(*pair) < BF16 for pair in zip(found, truth, strict=True))
     for exchange in ("ring", "all_gather"):
         assert all(map(same_bits, run(pack, ctx, exchange=exchange), found))
+
+
+def test_raw_operands_in_few_chunks(hopper: str, rng: torch.Generator) -> None:
+    """Through exchanges and segments, to the truth of operands made ready in FP64."""
+    raw = draw_raw(rng, FEW, ALL, H=1, HV=2, K=128, V=128).to(torch.bfloat16, raw=torch.bfloat16)
+    pack = raw.pack._replace(**{name: getattr(raw.pack, name).to(hopper) for name in raw.pack._fields[1:]})
+    A_log, dt_bias = raw.A_log.to(hopper), raw.dt_bias.to(hopper)
+    q, k, g, beta = made_ready(raw, *(x.double() for x in (pack.q, pack.k, pack.g, pack.beta, A_log, dt_bias)))
+    truth = chunked_gated_delta_rule(
+        q, k, pack.v.double(), g, beta, pack.cu_seqlens, initial_state=pack.initial_state.double()
+    )
+    part = split(pack.cu_seqlens, 2, "zigzag", rng)
+    ctx = ds.build_context(part, ds.SimulatedGroup(2), device=hopper, p_rule="occ", sm_count=60)
+    found = run(pack, ctx, A_log=[A_log] * 2, dt_bias=[dt_bias] * 2, **ALL)
+    assert all(relative(*pair) < BF16 for pair in zip(found, truth, strict=True))
 
 
 @pytest.mark.gpu

@@ -24,7 +24,6 @@ A key that breaks the promise of unit keys turns the adjoint that leaves its chu
 
 import math
 
-import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind, late
@@ -67,20 +66,21 @@ def adjoint_kernel(
     [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; states [NC * HV * 128, 128] by [64, 128], the rows
     V and the columns K, touched with STATES only.
 
-    leaving, the adjoint of exit states, and entering, of entry states: [S, HV, K, V] fp32; broken [H, NC] int32; reach
-    [HV, NC] fp32; segments [S, 4] int32: first token, end, first chunk, place in leaving and entering. Programs:
-    segments, then heads, then with HALVES those of V.
+    leaving [S, HV, K, V] fp32, the adjoint of exit states; entering [n, HV, K, V] fp32, that of entry states; broken
+    [H, NC] int32; reach [HV, NC] fp32; segments [n, 5] int32: first token, end, first chunk, place in leaving and in
+    entering. Programs: segments, then heads, then with HALVES those of V.
     """
     HV: gl.constexpr = H * GROUP
     WALKS: gl.constexpr = 1 if HALVES else 2
     first = gl.program_id(0) % (2 // WALKS) * HALF
     item = gl.program_id(0) // (2 // WALKS)
-    segment = segments + (item // HV) * 4
+    segment = segments + (item // HV) * 5
     hv = item % HV
     begin = gl.load(segment)
     end = gl.load(segment + 1)
     chunk = gl.load(segment + 2)
-    place = gl.load(segment + 3) * HV + hv
+    source = gl.load(segment + 3)
+    target = gl.load(segment + 4)
     n = (end - begin + CHUNK - 1) // CHUNK
     if not STATES:
         n = chunks_felt(reach + hv.to(gl.int64) * NC + chunk, n, FROM_START=True)
@@ -106,7 +106,7 @@ def adjoint_kernel(
     h = hv // GROUP
     walking = (
         state_tiles, leaving, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, chunk * HV + hv, n,
-        place, first,
+        source * HV + hv, target * HV + hv, first,
     )  # fmt: skip
     preparing = (
         qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken + h * NC + chunk, end - begin, n, scale_log2,
@@ -222,7 +222,8 @@ def prepare(qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken, tokens,
 def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
     """The chain over 64 of the channels of V, from HELD on of those in shared memory, which begin with `first`."""
     (
-        state_tiles, leaving, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, row, n, place, first,
+        state_tiles, leaving, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, row, n, source,
+        target, first,
     ) = given  # fmt: skip
     first = first + HELD
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -231,8 +232,8 @@ def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
     STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     value = gl.arange(0, HALF, layout=gl.SliceLayout(1, STATE))
     key = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
-    state = place.to(gl.int64) * (HEAD_DIM * HEAD_DIM)
-    D = gl.load(leaving + state + key[None, :] * HEAD_DIM + (first + value)[:, None])
+    size = HEAD_DIM * HEAD_DIM
+    D = gl.load(leaving + source.to(gl.int64) * size + key[None, :] * HEAD_DIM + (first + value)[:, None])
     stage = 0
     phase = 0
     for i in range(n):
@@ -268,7 +269,8 @@ def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
         stage = stage + 1
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
         stage = gl.where(stage == STAGES, 0, stage)
-    gl.store(entering + state + key[None, :] * HEAD_DIM + (first + late(value))[:, None], D)
+    channel = first + late(value)
+    gl.store(entering + target.to(gl.int64) * size + key[None, :] * HEAD_DIM + channel[:, None], D)
     store_wait(0)
 
 
@@ -279,12 +281,13 @@ def adjoint(
     """Launches the kernel; q, k [T, H, 128], do [T, HV, 128] bf16, rows of any pitch; leaving [S, HV, K, V] fp32, the
     adjoint of exit states; segments as the kernel has them; programs on halves of V or on all of it.
 
-    Returns the adjoint of entry states, like leaving, and with `states` D at the end of every chunk [NC, HV, V, K]
+    Returns the adjoint of entry states [n, HV, K, V], and with `states` D at the end of every chunk [NC, HV, V, K]
     bf16, transposed. Without, the walk begins where the entry state begins to feel it.
     """
     H, (HV, NC) = k.shape[1], made.reach.shape
-    A, G, broken, reach = made
-    entering = torch.empty_like(leaving)
+    A, G, broken, reach, lengths = made
+    assert lengths is None, "the walk takes ready q and k"
+    entering = leaving.new_empty(len(segments), *leaving.shape[1:])
     written = do.new_empty(NC, HV, 128, 128) if states else None
     if len(segments):
         A_tiles = tiles(A, 64, 64, 64)

@@ -1,7 +1,8 @@
-"""Affine maps one after another, in fp32 on the CUDA cores: M X + b along every fragment's segments, and side by side.
+"""Affine maps one after another: M X + b along every fragment's segments, and side by side.
 
-One dot product an output element, in the order of K, whatever is composed beside it: exchanges that compose elsewhere
-get the same bits. Tensor cores are not used, for what a chain of maps loses is lost for every token behind it.
+What a chain of maps loses is lost for every token behind it, so fp32 operands are split into two TF32 numbers each, and
+of their products all but that of the small ones are formed on the tensor cores: 22 bits, as in the maps themselves. The
+order of sums is that of K, whatever is composed beside it: exchanges that compose elsewhere get the same bits.
 """
 
 import torch
@@ -11,7 +12,7 @@ from deltaspan.kernels.hopper.gluon import launch, tl, triton
 from deltaspan.plan import Chains
 
 DIM = tl.constexpr(128)
-PART = tl.constexpr(32)  # of K at a time: a product of 128 would be unrolled whole, into more than registers hold
+PART = tl.constexpr(32)  # of K at a time: products of more take more registers than there are
 COLUMNS = tl.constexpr(32)  # of one program: 8 programs a tile of [K, K + V] fill the device also for few tiles
 
 
@@ -23,7 +24,7 @@ def step(M, x, b, WIDTH: tl.constexpr, PITCH: tl.constexpr, NEXT: tl.constexpr):
     for first in range(0, DIM, PART):
         inner = first + tl.arange(0, PART)
         m = tl.load(M + rows[:, None] * PITCH + inner[None, :] * NEXT)
-        b = tl.dot(m, tl.load(x + inner[:, None] * WIDTH + columns[None, :]), b, input_precision="ieee")
+        b = tl.dot(m, tl.load(x + inner[:, None] * WIDTH + columns[None, :]), b, input_precision="tf32x3")
     return b
 
 

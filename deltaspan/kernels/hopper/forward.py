@@ -7,6 +7,11 @@ left operand of every product of the chain), A and G of the prep stage, a = 2^G,
     R^T = V^T - a (S^T K^T)                what each token writes, before A mixes them
     O^T = scale a (S^T Q^T) + R^T W^T      S^T <- 2^(G_C) S^T + R^T X
 
+Raw q and k stay as they are. With s and r their inverse lengths, as prep leaves them, and A as it leaves it then, rows
+times r, the products (Q K^T) A and A^T K are those with ready keys. All else comes in by factors of a token:
+
+    R^T = V^T - r a (S^T K^T)              W = scale s E o (tril(Q K^T) A)      O^T = scale s a (S^T Q^T) + R^T W^T
+
 Four partitions: two warpgroups walk, one on each half of V; one prepares X, W and a for the next chunk, off the chain;
 one warp loads. Where that leaves multiprocessors idle a program walks one half of V, and X and W are made for each:
 the same products, so the same bits. Rows of k and v behind a fragment's end, which the loads take from the next
@@ -23,7 +28,6 @@ products.
 
 import math
 
-import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.gluon import (
@@ -57,27 +61,29 @@ NOTHING = gl.constexpr(-155.0)  # 2^-149 is the smallest fp32 number, a state of
 
 @gluon.jit
 def forward_kernel(
-    q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, o, entry, exit, broken, reach, segments, NC, scale,
-    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, HALVES: gl.constexpr, OUTPUT: gl.constexpr, EXIT: gl.constexpr,
-    STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, o, entry, exit, broken, reach, lengths, segments, NC, scale,
+    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, L2NORM: gl.constexpr, HALVES: gl.constexpr, OUTPUT: gl.constexpr,
+    EXIT: gl.constexpr, STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles (descriptors): q, k [T, H * 128], v [T, HV * 128] by [64, 128], v by [64, 64] with HALVES; A
     [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; o [T, HV * 128] by [64, 64].
 
-    o [T, HV, 128] bf16; entry [S, HV, K, V] fp32, exit [E, HV, K, V] fp32; broken [H, NC] int32; reach [HV, NC] fp32;
-    segments [S, 4] int32: first token, end, first chunk, place in entry and, with EXIT, in exit. Programs: segments,
-    then heads, then with HALVES those of V. Without OUTPUT neither q nor o is touched.
+    o [T, HV, 128] bf16; entry [S, HV, K, V] fp32, exit [n, HV, K, V] fp32; broken [H, NC] int32; reach [HV, NC] fp32;
+    segments [n, 5] int32: first token, end, first chunk, place in entry and, with EXIT, in exit. Programs: segments,
+    then heads, then with HALVES those of V. Without OUTPUT neither q nor o is touched, and lengths [H, NC, 2, 64] fp32
+    only with L2NORM.
     """
     HV: gl.constexpr = H * GROUP
     WALKS: gl.constexpr = 1 if HALVES else 2
     first = gl.program_id(0) % (2 // WALKS) * HALF
     item = gl.program_id(0) // (2 // WALKS)
-    segment = segments + (item // HV) * 4
+    segment = segments + (item // HV) * 5
     hv = item % HV
     begin = gl.load(segment)
     end = gl.load(segment + 1)
     chunk = gl.load(segment + 2)
     source = gl.load(segment + 3)
+    target = gl.load(segment + 4)
     n = (end - begin + CHUNK - 1) // CHUNK
     felt = 1.0
     if not OUTPUT:
@@ -95,7 +101,10 @@ def forward_kernel(
     xs = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     writes = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)  # a, for what is written
-    reads = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)  # a, for what is read and for the state
+    reads = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)  # a, for what is read
+    keeps = reads  # a, whose last is for the state
+    if L2NORM:
+        keeps = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)
     os = gl.allocate_shared_memory(gl.bfloat16, [WALKS, CHUNK, HALF], o_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -109,12 +118,16 @@ def forward_kernel(
         mbarrier.init(free.index(j), count=WALKS)
 
     h = hv // GROUP
+    inverse: gl.constexpr = None
+    if L2NORM:
+        inverse = lengths + (h.to(gl.int64) * NC + chunk) * (2 * CHUNK)
     walking = (
-        o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os, full, empty, ready, free, begin, end, n, source,
-        hv, scale, felt, first,
+        o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os, full, empty, ready, free, begin, end, n,
+        source, target, hv, scale, felt, first,
     )  # fmt: skip
     preparing = (
-        qs, ks, vs, ws, gs, xs, writes, reads, full, ready, free, broken + h * NC + chunk, begin, end, n, scale_log2,
+        qs, ks, vs, ws, gs, xs, writes, reads, keeps, full, ready, free, broken + h * NC + chunk, begin, end, n,
+        scale_log2,
     )  # fmt: skip
     loading = (
         q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin, hv * NC + chunk, n,
@@ -124,7 +137,7 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (walk, (walking, HV, 0, STAGES, OUTPUT, EXIT)),
-                (prepare, (preparing, STAGES, OUTPUT)),
+                (prepare, (preparing, inverse, STAGES, L2NORM, OUTPUT)),
                 (load, (loading, STAGES, OUTPUT)),
             ],
             [4, 1],
@@ -135,7 +148,7 @@ def forward_kernel(
             [
                 (walk, (walking, HV, 0, STAGES, OUTPUT, EXIT)),
                 (walk, (walking, HV, HALF, STAGES, OUTPUT, EXIT)),
-                (prepare, (preparing, STAGES, OUTPUT)),
+                (prepare, (preparing, inverse, STAGES, L2NORM, OUTPUT)),
                 (load, (loading, STAGES, OUTPUT)),
             ],
             [4, 4, 1],
@@ -170,9 +183,9 @@ def load(given, STAGES: gl.constexpr, OUTPUT: gl.constexpr):
 
 
 @gluon.jit
-def prepare(given, STAGES: gl.constexpr, OUTPUT: gl.constexpr):
+def prepare(given, inverse, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: gl.constexpr):
     """X, W and a of every chunk, two ahead at most."""
-    qs, ks, vs, ws, gs, xs, writes, reads, full, ready, free, broken, begin, end, n, scale_log2 = given
+    qs, ks, vs, ws, gs, xs, writes, reads, keeps, full, ready, free, broken, begin, end, n, scale_log2 = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -200,9 +213,6 @@ def prepare(given, STAGES: gl.constexpr, OUTPUT: gl.constexpr):
         if OUTPUT:
             P = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             P = warpgroup_mma(q, k.permute((1, 0)), P, is_async=True)
-        decay = exp2(G.load(FLAT))
-        writes.index(b).store(decay)
-        reads.index(b).store(gl.where(token >= first_broken, float("nan"), decay))
         at = a.permute((1, 0)).load(LEFT)
         G_row = G.load(gl.SliceLayout(1, ACC))
         to_end = exp2(G.slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(1, ACC)) - G_row)
@@ -212,7 +222,10 @@ def prepare(given, STAGES: gl.constexpr, OUTPUT: gl.constexpr):
             W = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             W = warpgroup_mma(p, a, W, is_async=True)
             G_column = G.load(gl.SliceLayout(0, ACC))
-            E = exp2(gl.where(low, G_row[:, None] - G_column[None, :], -float("inf")) + scale_log2)
+            # above the diagonal, where W is zero, finite is enough
+            E = exp2(gl.minimum(G_row[:, None] - G_column[None, :] + scale_log2, 120.0))
+            if L2NORM:
+                E = E * gl.load(inverse + i * (2 * CHUNK) + row)[:, None]
             W = warpgroup_mma_wait(0, deps=[W, p, a])[0]
             w = (W * E).to(gl.bfloat16)
             barrier()  # every warp has read A
@@ -220,6 +233,15 @@ def prepare(given, STAGES: gl.constexpr, OUTPUT: gl.constexpr):
         for half in gl.static_range(2):
             X = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             X = warpgroup_mma(at, k.slice(half * CHUNK, CHUNK, 1), X, is_async=True)
+            if half == 0:
+                written = exp2(G.load(FLAT))
+                kept = gl.where(token >= first_broken, float("nan"), written)
+                keeps.index(b).store(kept)
+                if L2NORM:
+                    written = written * gl.load(inverse + i * (2 * CHUNK) + CHUNK + token)
+                    if OUTPUT:
+                        reads.index(b).store(kept * gl.load(inverse + i * (2 * CHUNK) + token))
+                writes.index(b).store(written)
             X = warpgroup_mma_wait(0, deps=[X, at, k])[0]
             xs.index(b).slice(half * CHUNK, CHUNK, 1).store((X * to_end[:, None]).to(gl.bfloat16))
         fence_async_shared()
@@ -246,8 +268,8 @@ def walk(
 ):  # fmt: skip
     """The chain over 64 of the channels of V, from HELD on of those in shared memory, which begin with `first`."""
     (
-        o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, os, full, empty, ready, free, begin, end, n, source,
-        hv, scale, felt, first,
+        o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os, full, empty, ready, free, begin, end, n,
+        source, target, hv, scale, felt, first,
     ) = given  # fmt: skip
     first = first + HELD
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -276,8 +298,9 @@ def walk(
         U = warpgroup_mma_wait(0, deps=[U, s, k])[0]
         v = vs.index(stage).slice(HELD, HALF, 1).permute((1, 0)).load(ACC)
         written = writes.index(b).load(gl.SliceLayout(0, ACC))
-        read = reads.index(b).load(gl.SliceLayout(0, ACC))
-        gamma = reads.index(b).slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, STATE))
+        if OUTPUT:
+            read = reads.index(b).load(gl.SliceLayout(0, ACC))
+        gamma = keeps.index(b).slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, STATE))
         R = (v.to(gl.float32) - written[None, :] * U).to(gl.bfloat16)
         S = S * gamma[None, :]
         r = gl.convert_layout(R, STATE_LEFT)
@@ -302,7 +325,7 @@ def walk(
         stage = gl.where(stage == STAGES, 0, stage)
     if EXIT:
         channel = first + late(value)
-        gl.store(exit + (source * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + channel[:, None], S)
+        gl.store(exit + (target * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + channel[:, None], S)
     store_wait(0)
 
 
@@ -352,21 +375,22 @@ def forward(
     *, output: bool = True, exits: bool = True, halves: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16, rows of any pitch; entry [S, HV, K, V] fp32; segments
-    as the kernel has them; programs on halves of V or on all of it. Returns o like v, dense, and the exit states like
-    entry.
+    as the kernel has them; programs on halves of V or on all of it; raw q and k if `made` is of such. Returns o like v,
+    dense, and the exit states [n, HV, K, V].
 
     Without output the walk begins where its exit state begins to feel it.
     """
     H, HV, NC = k.shape[1], v.shape[1], made.A.shape[1]
-    A, G, broken, reach = made
+    A, G, broken, reach, lengths = made
     o = v.new_empty(v.shape) if output else v
-    exit = torch.empty_like(entry) if exits else entry
+    exit = entry.new_empty(len(segments), *entry.shape[1:]) if exits else entry
     if len(segments):
         A_tiles = tiles(A, 64, 64, 64)
         launch(
             forward_kernel, (len(segments) * HV * (1 + halves),), row_tiles(q), row_tiles(k),
             row_tiles(v, 64 if halves else 128), A_tiles, tiles(G, 64, 1, 64),
-            tiles(o, HV * 128, 64, 64) if output else A_tiles, o, entry, exit, broken, reach, segments, NC, scale,
-            math.log2(scale), H=H, GROUP=HV // H, HALVES=halves, OUTPUT=output, EXIT=exits, num_warps=4, **LAUNCH,
+            tiles(o, HV * 128, 64, 64) if output else A_tiles, o, entry, exit, broken, reach, lengths, segments, NC,
+            scale, math.log2(scale), H=H, GROUP=HV // H, L2NORM=lengths is not None, HALVES=halves, OUTPUT=output,
+            EXIT=exits, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return (o if output else None), (exit if exits else None)

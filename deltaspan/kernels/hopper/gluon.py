@@ -56,23 +56,31 @@ def default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMAShared
     return gl.NVMMASharedLayout.get_default_for(list(block), TYPES[dtype])
 
 
-def tiles(x: Tensor, row: int, *block: int) -> TensorDescriptor:
+class Tiles(TensorDescriptor):
+    """A descriptor that is not checked anew for every launch: what it must be, ours are by how they are made."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def tiles(x: Tensor, row: int, *block: int) -> Tiles:
     """A dense tensor as the copy engine sees it: rows of so many numbers, in blocks of this shape, swizzled as matrix
     products want it."""
-    return TensorDescriptor(x, [x.numel() // row, row], [row, 1], list(block), default_layout(block, x.dtype))
+    return Tiles(x, [x.numel() // row, row], [row, 1], list(block), default_layout(block, x.dtype))
 
 
-def row_tiles(x: Tensor, width: int = 128) -> TensorDescriptor:
+def row_tiles(x: Tensor, width: int = 128) -> Tiles:
     """Rows [T, h, 128], dense but for their pitch, as [T, h * 128] in blocks of [64, width]."""
     T, heads, D = x.shape
-    return TensorDescriptor(x, [T, heads * D], [x.stride(0), 1], [64, width], default_layout((64, width), x.dtype))
+    return Tiles(x, [T, heads * D], [x.stride(0), 1], [64, width], default_layout((64, width), x.dtype))
 
 
 def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> None:
     """kernel[programs](*arguments, **constants) on the device of its tensors, in a fifth of the time on the host.
 
     Triton finds the compiled kernel anew in each call, by all that it might depend on. Here that is what our kernels
-    are told apart by: types and alignments of tensors, what Triton distinguishes of integers, and constants.
+    are told apart by: types and alignments of tensors, None in place of one, what Triton distinguishes of integers, and
+    constants.
     """
     device = next(x.device for x in arguments if isinstance(x, Tensor))
     key = (id(kernel), device, *map(_kind, arguments), *constants.values())
@@ -92,7 +100,7 @@ _READY: dict[tuple, tuple[Any, tuple, Any]] = {}
 def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
-    return (x == 1, x % 16 == 0, x < 2**31) if isinstance(x, int) else None
+    return (x == 1, x % 16 == 0, x < 2**31) if isinstance(x, int) else type(x)
 
 
 __all__ = [

@@ -12,33 +12,52 @@ with n = -K K^T, formed once for the group. Merges take fp16 operands as hi + lo
 alone (11 bits) misses the bf16 floor for collinear keys. Everything between the loads of k and the stores of A stays in
 registers but for the 16-blocks.
 
+Raw operands are made ready on the way: g and beta as they are loaded, and of q and k the inverse lengths alone, which
+are stored for the kernels that follow. With r the keys' and K^ = diag(r) K the ready keys,
+
+    n = -K^ K^^T = -diag(r) (K K^T) diag(r)        A, as it is stored: diag(r) A
+
+so that (diag(r) A)^T K = A^T K^ and (Q K^T) diag(r) A = (Q K^^T) A need no other keys than those given. Before it is
+stored, A is as without.
+
 Tokens are relabelled inside a 16-block, position 8 t + 2 q + e for token 4 q + 2 t + e, so that a lane's accumulators
 are four neighbouring columns; products do not care about labels.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.gluon import add, gl, gluon, launch, mma_v2
+from deltaspan.kernels.hopper.raw import gate, inverse_length, sigmoid
+from deltaspan.kernels.stages import READY, Raw
 
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST_DECAY = gl.constexpr(-110.0)  # e^-110 is zero in fp32; more would only cost the running sum its low bits
 LONGEST_KEY = gl.constexpr(1.03)  # |k|^2 of a unit key rounded to bf16 stays below 1.01
+LARGEST = gl.constexpr(3.4028234663852886e38)  # |k|^2 of a key that can be normalised
 
 
 @gluon.jit
-def prep_kernel(k, g, beta, chunks, A, G, broken, reach, NC, eighths, H: gl.constexpr, GROUP: gl.constexpr):
-    """k [T, H, 128] bf16, rows 8 * eighths apart; g and beta [T, H * GROUP]; chunks [NC, 2] int32: first token and
-    tokens of each.
+def prep_kernel(
+    k, g, beta, chunks, A, G, broken, reach, NC, eighths, q, q_eighths, lengths, A_log, dt_bias, H: gl.constexpr,
+    GROUP: gl.constexpr, L2NORM: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SIGMOID: gl.constexpr,
+):  # fmt: skip
+    """k [T, H, 128] bf16, rows 8 * eighths apart; g and beta [T, H * GROUP], fp32 or bf16; chunks [NC, 2] int32: first
+    token and tokens of each.
 
     A [HV, NC, 64, 64] bf16, G [HV, NC, 64] fp32. broken [H, NC] int32: the first row whose key breaks the promise of
     unit keys, 64 if there is none. reach [HV, NC] fp32: log2 of a bound of the norm of the chunk's map, NaN if a key is
     broken. Beyond a chunk's tokens rows and columns of A are zero, and G goes on with its last value. One program for
     each chunk and key head, heads first.
+
+    L2NORM: k is raw, and q like it, rows 8 * q_eighths apart; lengths [H, NC, 2, 64] fp32 receives the inverse lengths
+    of q and of k, and broken marks what is no number. GATE: g is raw, with A_log [H * GROUP] fp32 and, with BIAS,
+    dt_bias like it. SIGMOID: the largest beta, if beta is raw, else 0. What is not named here is not touched.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -53,8 +72,23 @@ def prep_kernel(k, g, beta, chunks, A, G, broken, reach, NC, eighths, H: gl.cons
     betas = ()
     decays = ()
     for e in gl.static_range(GROUP):
-        betas = betas + (gl.load(beta + at + e, mask=row < n, other=0.0).to(gl.float32),)
-        decays = decays + (gl.load(g + at + e, mask=row < n, other=0.0),)
+        strength = gl.load(beta + at + e, mask=row < n, other=0.0).to(gl.float32)
+        decay = gl.load(g + at + e, mask=row < n, other=0.0).to(gl.float32)
+        if SIGMOID > 0:
+            strength = gl.where(row < n, sigmoid(strength, SIGMOID), 0.0)
+        if BIAS:
+            decay = decay + gl.load(dt_bias + h * GROUP + e)
+        if GATE:
+            decay = gl.where(row < n, gate(decay, gl.load(A_log + h * GROUP + e)), 0.0)
+        betas = betas + (strength,)
+        decays = decays + (decay,)
+
+    zero = gl.zeros([16, 16], gl.float32, MMA)
+    if L2NORM:
+        of_queries = lengths + (h.to(gl.int64) * NC + c) * (2 * CHUNK)
+        for i in gl.static_range(4):
+            x = load_keys(q + start * (q_eighths * 8) + h * HEAD_DIM, i * 16, n, q_eighths * 8, MMA)
+            measured(-mma_v2(x, as_right(x, MMA), zero), of_queries, i * 16, MMA)
 
     # n = -K K^T by 16-blocks of the lower half
     pitch = eighths * 8  # said so that 16 bytes can be loaded at once
@@ -67,23 +101,36 @@ def prep_kernel(k, g, beta, chunks, A, G, broken, reach, NC, eighths, H: gl.cons
     r1 = as_right(k1, MMA)
     r2 = as_right(k2, MMA)
     r3 = as_right(k3, MMA)
-    zero = gl.zeros([16, 16], gl.float32, MMA)
     n00 = -mma_v2(k0, r0, zero)
     n11 = -mma_v2(k1, r1, zero)
     n22 = -mma_v2(k2, r2, zero)
     n33 = -mma_v2(k3, r3, zero)
-    n10, m10 = halves(-mma_v2(k1, r0, zero))
-    n20, m20 = halves(-mma_v2(k2, r0, zero))
-    n30, m30 = halves(-mma_v2(k3, r0, zero))
-    n21, m21 = halves(-mma_v2(k2, r1, zero))
-    n31, m31 = halves(-mma_v2(k3, r1, zero))
-    n32, m32 = halves(-mma_v2(k3, r2, zero))
 
+    LONGEST: gl.constexpr = LARGEST if L2NORM else LONGEST_KEY
     first = gl.minimum(
-        gl.minimum(first_long(n00, 0, MMA), first_long(n11, 16, MMA)),
-        gl.minimum(first_long(n22, 32, MMA), first_long(n33, 48, MMA)),
+        gl.minimum(first_long(n00, 0, LONGEST, MMA), first_long(n11, 16, LONGEST, MMA)),
+        gl.minimum(first_long(n22, 32, LONGEST, MMA), first_long(n33, 48, LONGEST, MMA)),
     )
     gl.store(broken + h.to(gl.int64) * NC + c, first)
+
+    # by position, the inverse lengths of raw keys
+    inverse = gl.allocate_shared_memory(gl.float32, [4, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if L2NORM:
+        of_keys = lengths + (h.to(gl.int64) * NC + c) * (2 * CHUNK) + CHUNK
+        inverse.index(0).store(measured(n00, of_keys, 0, MMA))
+        inverse.index(1).store(measured(n11, of_keys, 16, MMA))
+        inverse.index(2).store(measured(n22, of_keys, 32, MMA))
+        inverse.index(3).store(measured(n33, of_keys, 48, MMA))
+        n00 = normalised(n00, inverse, 0, 0, MMA)
+        n11 = normalised(n11, inverse, 1, 1, MMA)
+        n22 = normalised(n22, inverse, 2, 2, MMA)
+        n33 = normalised(n33, inverse, 3, 3, MMA)
+    n10, m10 = between(k1, r0, inverse, 1, 0, L2NORM, MMA)
+    n20, m20 = between(k2, r0, inverse, 2, 0, L2NORM, MMA)
+    n30, m30 = between(k3, r0, inverse, 3, 0, L2NORM, MMA)
+    n21, m21 = between(k2, r1, inverse, 2, 1, L2NORM, MMA)
+    n31, m31 = between(k3, r1, inverse, 3, 1, L2NORM, MMA)
+    n32, m32 = between(k3, r2, inverse, 3, 2, L2NORM, MMA)
 
     # the diagonal blocks, two at a time: pairs (0, 1) and (2, 3)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -114,7 +161,33 @@ def prep_kernel(k, g, beta, chunks, A, G, broken, reach, NC, eighths, H: gl.cons
 
     for e in range(GROUP):
         out = A + ((h * GROUP + e).to(gl.int64) * NC + c) * (CHUNK * CHUNK)
-        merge(out, hi, lo, e * 2, n10, m10, n20, m20, n30, m30, n21, m21, n31, m31, n32, m32, MMA)
+        merge(out, hi, lo, inverse, e * 2, n10, m10, n20, m20, n30, m30, n21, m21, n31, m31, n32, m32, L2NORM, MMA)
+
+
+@gluon.jit
+def measured(n_ii, lengths, first, MMA: gl.constexpr):
+    """Inverse lengths of 16 rows by position, of -x x^T of theirs; stored by token, from row `first` on."""
+    position = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))
+    other = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))
+    inverse = inverse_length(gl.sum(gl.where(position[:, None] == other[None, :], -n_ii, 0.0), 1))
+    gl.store(lengths + first + token_of(position), inverse)
+    return inverse
+
+
+@gluon.jit
+def normalised(n_ij, inverse, i: gl.constexpr, j: gl.constexpr, MMA: gl.constexpr):
+    """A block of -K K^T between keys of length 1: one factor after the other, for both may be small or large."""
+    n_ij = n_ij * inverse.index(i).load(gl.SliceLayout(1, MMA))[:, None]
+    return n_ij * inverse.index(j).load(gl.SliceLayout(0, MMA))[None, :]
+
+
+@gluon.jit
+def between(k_i, r_j, inverse, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.constexpr, MMA: gl.constexpr):
+    """Halves of n_ij."""
+    n_ij = -mma_v2(k_i, r_j, gl.zeros([16, 16], gl.float32, MMA))
+    if L2NORM:
+        n_ij = normalised(n_ij, inverse, i, j, MMA)
+    return halves(n_ij)
 
 
 @gluon.jit
@@ -146,7 +219,8 @@ def solve_pair(diagonal, strengths, hi, lo, pair, GROUP: gl.constexpr):
 
 @gluon.jit
 def merge(
-    out, hi, lo, first, n10, m10, n20, m20, n30, m30, n21, m21, n31, m31, n32, m32, MMA: gl.constexpr,
+    out, hi, lo, inverse, first, n10, m10, n20, m20, n30, m30, n21, m21, n31, m31, n32, m32, L2NORM: gl.constexpr,
+    MMA: gl.constexpr,
 ):  # fmt: skip
     """One value head's A from its diagonal blocks (pairs `first` and `first + 1` of hi, lo) and n (n + m)."""
     zero = gl.zeros([16, 16], gl.float32, MMA)
@@ -164,10 +238,10 @@ def merge(
     a10 = product(d1h, d1l, as_right(zh, MMA), as_right(zl, MMA), zero)
     s10 = product(as_left(zh, MMA), as_left(zl, MMA), as_right(d1h, MMA), as_right(d1l, MMA), zero)  # A_10^T
     a32 = product(d3h, d3l, as_right(yh, MMA), as_right(yl, MMA), zero)
-    put(out + 16 * CHUNK, a10)
-    put(out + 48 * CHUNK + 32, a32)
-    put(out + 16 * CHUNK + 16, joined(d1h, d1l, MMA))
-    put(out + 48 * CHUNK + 48, joined(d3h, d3l, MMA))
+    put(out, 1, 0, a10, inverse, L2NORM, MMA)
+    put(out, 3, 2, a32, inverse, L2NORM, MMA)
+    put(out, 1, 1, joined(d1h, d1l, MMA), inverse, L2NORM, MMA)
+    put(out, 3, 3, joined(d3h, d3l, MMA), inverse, L2NORM, MMA)
     sh, sl = halves(s10)
     sh = as_left(sh, MMA)
     sl = as_left(sl, MMA)
@@ -186,38 +260,44 @@ def merge(
     h21, l21 = halves(z21)
     h30, l30 = halves(z30)
     h31, l31 = halves(z31)
-    put(out + 32 * CHUNK, product(d2h, d2l, as_right(h20, MMA), as_right(l20, MMA), zero))
-    put(out + 32 * CHUNK + 16, product(d2h, d2l, as_right(h21, MMA), as_right(l21, MMA), zero))
+    put(out, 2, 0, product(d2h, d2l, as_right(h20, MMA), as_right(l20, MMA), zero), inverse, L2NORM, MMA)
+    put(out, 2, 1, product(d2h, d2l, as_right(h21, MMA), as_right(l21, MMA), zero), inverse, L2NORM, MMA)
     a30 = product(fh, fl, as_right(h20, MMA), as_right(l20, MMA), zero)
-    put(out + 48 * CHUNK, product(d3h, d3l, as_right(h30, MMA), as_right(l30, MMA), a30))
+    put(out, 3, 0, product(d3h, d3l, as_right(h30, MMA), as_right(l30, MMA), a30), inverse, L2NORM, MMA)
     a31 = product(fh, fl, as_right(h21, MMA), as_right(l21, MMA), zero)
-    put(out + 48 * CHUNK + 16, product(d3h, d3l, as_right(h31, MMA), as_right(l31, MMA), a31))
-    put(out + 32 * CHUNK + 32, joined(d2h, d2l, MMA))
+    put(out, 3, 1, product(d3h, d3l, as_right(h31, MMA), as_right(l31, MMA), a31), inverse, L2NORM, MMA)
+    put(out, 2, 2, joined(d2h, d2l, MMA), inverse, L2NORM, MMA)
     d0h, d0l = block(hi, lo, first, 0, False, MMA)
-    put(out, joined(d0h, d0l, MMA))
+    put(out, 0, 0, joined(d0h, d0l, MMA), inverse, L2NORM, MMA)
 
 
 @gluon.jit
 def load_keys(keys, first, n, pitch, MMA: gl.constexpr):
-    """16 keys [positions, 128] from row `first` on as a left operand, zero beyond the chunk: 16-byte loads, channels
-    relabelled so that they are the operand's registers."""
+    """16 keys or queries [positions, 128] from row `first` on as a left operand, zero beyond the chunk: 16-byte loads,
+    channels relabelled so that they are the operand's registers."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
     position = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
     channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
-    token = first + ((position >> 1) & 3) * 4 + (position >> 3) * 2 + (position & 1)
+    token = first + token_of(position)
     x = gl.load(keys + token[:, None] * pitch + channel[None, :], mask=(token < n)[:, None], other=0.0)
     x = gl.permute(gl.reshape(x, (16, HEAD_DIM // 32, 4, 2, 2, 2)), (0, 1, 3, 4, 2, 5))
     return gl.convert_layout(gl.reshape(x, (16, HEAD_DIM)), gl.DotOperandLayout(0, MMA, 2))
 
 
 @gluon.jit
-def first_long(n_ii, first, MMA: gl.constexpr):
-    """The first row of a diagonal block, counted in the chunk, whose key is too long to be a unit key; 64 for none."""
+def first_long(n_ii, first, LONGEST: gl.constexpr, MMA: gl.constexpr):
+    """The first row of a diagonal block, counted in the chunk, whose key's |k|^2 is not up to LONGEST; 64 for none."""
     position = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))[:, None]
     other = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))[None, :]
-    token = first + ((position >> 1) & 3) * 4 + (position >> 3) * 2 + (position & 1)
-    long = (position == other) & ~(-n_ii <= LONGEST_KEY)  # a NaN is no unit key
+    token = first + token_of(position)
+    long = (position == other) & ~(-n_ii <= LONGEST)  # a NaN is no unit key
     return gl.min(gl.min(gl.where(long, token, CHUNK), 1), 0)
+
+
+@gluon.jit
+def token_of(position):
+    """In its 16-block."""
+    return ((position >> 1) & 3) * 4 + (position >> 3) * 2 + (position & 1)
 
 
 @gluon.jit
@@ -271,14 +351,17 @@ def by_token(x):
 
 
 @gluon.jit
-def put(out, x):
-    """Stores a block of A, 8 bytes a lane."""
+def put(out, i: gl.constexpr, j: gl.constexpr, x, inverse, L2NORM: gl.constexpr, MMA: gl.constexpr):
+    """Stores block (i, j) of A, with raw keys each row times its key's inverse length; 8 bytes a lane."""
     TILE: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [2, 0]], [[0, 4], [0, 8], [1, 0], [4, 0], [8, 0]], [], [], [16, 16]
     )
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, TILE))
     column = gl.arange(0, 16, layout=gl.SliceLayout(0, TILE))
-    gl.store(out + row[:, None] * CHUNK + column[None, :], gl.convert_layout(by_token(x.to(gl.bfloat16)), TILE))
+    if L2NORM:
+        x = x * inverse.index(i).load(gl.SliceLayout(1, MMA))[:, None]
+    at = out + (i * 16 * CHUNK + j * 16) + row[:, None] * CHUNK + column[None, :]
+    gl.store(at, gl.convert_layout(by_token(x.to(gl.bfloat16)), TILE))
 
 
 @gluon.jit
@@ -296,17 +379,23 @@ class Prepared(NamedTuple):
     G: Tensor  # [HV, NC, 64] fp32
     broken: Tensor  # [H, NC] int32
     reach: Tensor  # [HV, NC] fp32
+    lengths: Tensor | None = None  # [H, NC, 2, 64] fp32, inverse, of raw q and k
 
 
-def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor) -> Prepared:
-    """Launches the kernel; k [T, H, 128] bf16, rows a multiple of 16 bytes apart; g [T, HV] fp32, beta [T, HV] fp32 or
-    bf16; chunks [NC, 2] int32: first token and tokens of each.
+def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor, *, q: Tensor | None = None, raw: Raw = READY) -> Prepared:
+    """Launches the kernel; k [T, H, 128] bf16, rows a multiple of 16 bytes apart; g and beta [T, HV] fp32 or bf16;
+    chunks [NC, 2] int32: first token and tokens of each. q like k, read if they are raw; A_log and dt_bias [HV] fp32.
     """
     NC, H, HV = len(chunks), k.shape[1], g.shape[1]
-    A = k.new_empty(HV, NC, 64, 64)
-    G = g.new_empty(HV, NC, 64)
-    broken = torch.empty(H, NC, dtype=torch.int32, device=k.device)
-    made = Prepared(A, G, broken, g.new_empty(HV, NC))
+    empty = partial(torch.empty, dtype=torch.float32, device=k.device)
+    A, broken = k.new_empty(HV, NC, 64, 64), empty(H, NC, dtype=torch.int32)
+    lengths = empty(H, NC, 2, 64) if raw.l2norm else None
+    made = Prepared(A, empty(HV, NC, 64), broken, empty(HV, NC), lengths)
     if NC:
-        launch(prep_kernel, (NC * H,), k, g, beta, chunks, *made, NC, k.stride(0) // 8, H=H, GROUP=HV // H, num_warps=1)
+        queries = (q, q.stride(0) // 8) if raw.l2norm else (None, None)
+        launch(
+            prep_kernel, (NC * H,), k, g, beta, chunks, *made[:4], NC, k.stride(0) // 8, *queries, lengths, raw.A_log,
+            raw.dt_bias, H=H, GROUP=HV // H, L2NORM=raw.l2norm, GATE=raw.A_log is not None,
+            BIAS=raw.dt_bias is not None, SIGMOID=raw.largest_beta if raw.sigmoid else 0, num_warps=1,
+        )  # fmt: skip
     return made

@@ -5,7 +5,6 @@ The backward of the convolution is the torch tier's.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.adjoint import adjoint as walked_back
@@ -17,7 +16,6 @@ from deltaspan.kernels.hopper.prep import prep as prepared
 from deltaspan.kernels.hopper.transfer import transfer as transferred
 from deltaspan.kernels.stages import READY, Grid, Raw, Runs
 from deltaspan.kernels.torch.conv import activation_gradient, conv_gradients, preactivation
-from deltaspan.kernels.torch.inputs import ready
 
 __all__ = [
     "KEPT_TENSORS",
@@ -44,7 +42,7 @@ KEPT_TENSORS = 0
 
 
 class Tape(NamedTuple):
-    """A rank's operands in bf16, ready, and what prep made of them."""
+    """A rank's operands in bf16, q and k ready or raw, and what prep made of them."""
 
     q: Tensor  # [T, H, 128]
     k: Tensor
@@ -67,12 +65,10 @@ def prep(
 ) -> Tape:  # fmt: skip
     """Prepares every chunk; q, k [T, H, 128], v [T, HV, 128] bf16, g and beta [T, HV], ready or raw."""
     assert unit_keys, "select refuses other keys"
-    if raw != READY:
-        narrow = q.dtype
-        q, k, g, beta = ready(q, k, g, beta, raw, torch.float32)
-        q, k = q.to(narrow), k.to(narrow)
     q, k, v = (_by_rows(x) for x in (q, k, v))
-    return Tape(q, k, v, prepared(k, g.float().contiguous(), beta.contiguous(), grid.table), grid, scale)
+    raw = raw._replace(**{name: x.contiguous() for name, x in raw._asdict().items() if isinstance(x, Tensor)})
+    made = prepared(k, g.contiguous(), beta.contiguous(), grid.table, q=q, raw=raw)
+    return Tape(q, k, v, made, grid, scale)
 
 
 def summary(tape: Tape, runs: Runs, entry: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,13 +98,14 @@ def adjoint_prep(tape: Tape, do: Tensor) -> Adjoint:
 
 
 def adjoint_summary(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> Tensor:
-    """The adjoint of each run's entry state, for the adjoint `leaving` of its exit state: both [n, HV, 128, 128]."""
+    """The adjoint [n, HV, 128, 128] of each run's entry state, for the adjoint `leaving` [S, HV, 128, 128] of its exit
+    state."""
     entering, _ = _walked_back(adjoint, runs, leaving, states=False)
     return entering
 
 
 def adjoint_walk(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> tuple[Tensor, Tensor]:
-    """Walks every run back from the true adjoint [n, HV, 128, 128] of its exit state to that of its entry state; with D
+    """Walks every run back from the true adjoint [S, HV, 128, 128] of its exit state to that of its entry state; with D
     at the end of every chunk [NC, HV, V, K] bf16."""
     return _walked_back(adjoint, runs, leaving, states=True)
 

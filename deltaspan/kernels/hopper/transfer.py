@@ -10,6 +10,9 @@ fp16 numbers each, 22 bits (K and A^T K are exact in fp16, or near enough: entri
 of a key). One fp16 or TF32 number alone, 11 bits, would not do over long chains of slow decay. Rows of M^T are walked
 each by itself, so each is kept within fp16's range by powers of two of its own, which cost no bit.
 
+Raw keys are multiplied by their inverse lengths on their way into fp16; A^T K, with A as prep leaves it then, is that
+of ready keys already.
+
 Where everything decays below the smallest fp32 number within the segment, M is zero and nothing is walked.
 """
 
@@ -46,20 +49,21 @@ LARGEST = gl.constexpr(4)  # log2 of a row's largest element then, at most: it c
 
 @gluon.jit
 def transfer_kernel(
-    k_tiles, A_tiles, G, M, broken, reach, segments, NC, TERMS: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+    k_tiles, A_tiles, G, M, broken, reach, lengths, segments, NC, TERMS: gl.constexpr, H: gl.constexpr,
+    GROUP: gl.constexpr, L2NORM: gl.constexpr, STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr,
+    PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles, reach and segments as `forward_kernel` has them; G [HV, NC, 64] fp32; M [S, HV, K, K] fp32.
+    """Tiles, reach, lengths and segments as `forward_kernel` has them; G [HV, NC, 64] fp32; M [S, HV, K, K] fp32.
 
     TERMS: 2; or 1, the control by which tests show that it needs two.
     """
     HV: gl.constexpr = H * GROUP
-    segment = segments + (gl.program_id(0) // HV) * 4
+    segment = segments + (gl.program_id(0) // HV) * 5
     hv = gl.program_id(0) % HV
     begin = gl.load(segment)
     end = gl.load(segment + 1)
     chunk = gl.load(segment + 2)
-    target = gl.load(segment + 3)
+    target = gl.load(segment + 4)
     n = (end - begin + CHUNK - 1) // CHUNK
     first = hv.to(gl.int64) * NC + chunk
     decay = summed_decay(G + first * CHUNK, broken + (hv // GROUP) * NC + chunk, n)
@@ -80,12 +84,15 @@ def transfer_kernel(
         mbarrier.init(ready.index(j), count=1)
         mbarrier.init(free.index(j), count=2)
 
+    of_keys: gl.constexpr = None
+    if L2NORM:
+        of_keys = lengths + ((hv // GROUP).to(gl.int64) * NC + chunk) * (2 * CHUNK) + CHUNK
     out = M + (target * HV + hv).to(gl.int64) * (HEAD_DIM * HEAD_DIM)
     gl.warp_specialize(
         [
             (walk, (out, keys, xs, ready, free, n, decay, 0, TERMS)),
             (walk, (out, keys, xs, ready, free, n, decay, ROWS, TERMS)),
-            (prepare, (ks, ws, keys, xs, full, empty, ready, free, end - begin, n, STAGES)),
+            (prepare, (ks, ws, keys, xs, full, empty, ready, free, of_keys, end - begin, n, STAGES, L2NORM)),
             (load, (k_tiles, A_tiles, ks, ws, full, empty, begin, hv * NC + chunk, n, (hv // GROUP) * HEAD_DIM,
                     STAGES)),
         ],
@@ -123,16 +130,21 @@ def load(k_tiles, A_tiles, ks, ws, full, empty, begin, row, n, key_column, STAGE
 
 
 @gluon.jit
-def prepare(ks, ws, keys, xs, full, empty, ready, free, tokens, n, STAGES: gl.constexpr):
+def prepare(
+    ks, ws, keys, xs, full, empty, ready, free, of_keys, tokens, n, STAGES: gl.constexpr, L2NORM: gl.constexpr,
+):  # fmt: skip
     """K and A^T K in fp16, of every chunk, two ahead at most."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))
     stage = 0
     phase = 0
     for i in range(n):
         b = i & 1
         mbarrier.wait(free.index(b), ((i >> 1) & 1) ^ 1)
+        if L2NORM:
+            inverse = gl.load(of_keys + i * (2 * CHUNK) + row)
         mbarrier.wait(full.index(stage), phase)
         k = ks.index(stage)
         held = tokens - i * CHUNK
@@ -140,7 +152,10 @@ def prepare(ks, ws, keys, xs, full, empty, ready, free, tokens, n, STAGES: gl.co
             clear_behind(k, held)
             fence_async_shared()
             barrier()
-        keys.index(b).store(k.load(WIDE).to(gl.float16))
+        unit = k.load(WIDE)
+        if L2NORM:
+            unit = unit.to(gl.float32) * inverse[:, None]
+        keys.index(b).store(unit.to(gl.float16))
         at = ws.index(stage).permute((1, 0)).load(LEFT)
         for half in gl.static_range(2):
             X = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
@@ -208,12 +223,14 @@ def exponent(x):
 
 
 def transfer(k: Tensor, made: Prepared, segments: Tensor, *, terms: int = 2) -> Tensor:
-    """Launches the kernel; k [T, H, 128] bf16; segments as `forward_kernel` has them. M [S, HV, K, K] fp32."""
+    """Launches the kernel; k [T, H, 128] bf16, raw if `made` is of such; segments as `forward_kernel` has them. M
+    [S, HV, K, K] fp32."""
     (_, H, D), (HV, NC) = k.shape, made.reach.shape
     M = torch.empty(len(segments), HV, D, D, dtype=torch.float32, device=k.device)
     if len(segments):
         launch(
             transfer_kernel, (len(segments) * HV,), row_tiles(k), tiles(made.A, 64, 64, 64), made.G, M, made.broken,
-            made.reach, segments, NC, TERMS=terms, H=H, GROUP=HV // H, num_warps=4, **LAUNCH,
+            made.reach, made.lengths, segments, NC, TERMS=terms, H=H, GROUP=HV // H, L2NORM=made.lengths is not None,
+            num_warps=4, **LAUNCH,
         )  # fmt: skip
     return M

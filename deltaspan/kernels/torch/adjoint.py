@@ -38,7 +38,7 @@ def adjoint_prep(tape: Tape, do: Tensor) -> Adjoint:
 
 @full_precision()
 def adjoint_summary(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> Tensor:
-    """The adjoint of each run's entry state, for the adjoint `leaving` of its exit state: both [n, HV, K, V].
+    """The adjoint [n, HV, K, V] of each run's entry state, for the adjoint `leaving` [S, HV, K, V] of its exit state.
 
     The map is affine with the forward's M transposed: M^T (what is added to `leaving`) + the result.
     """
@@ -54,7 +54,7 @@ def adjoint_walk(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> tuple[Tensor,
 
 
 def _walk_back(adjoint: Adjoint, runs: Runs, leaving: Tensor, costates: Costates | None) -> Tensor:
-    tape, D = adjoint.tape, leaving[runs.order]
+    tape, D = adjoint.tape, leaving[runs.slots]
     for step, n in enumerate(runs.active):
         c = runs.last[:n] - step
         dU = tape.rk[c] @ D[:n] + adjoint.inner[c]

@@ -52,9 +52,9 @@ def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) ->
 def summary(tape: Tape, runs: Runs, entry: Tensor) -> tuple[Tensor, Tensor]:
     """The affine map of each run: its exit state b from `entry`, and M, by which it answers what is added to `entry`.
 
-    entry [n, HV, K, V] -> M [n, HV, K, K], b [n, HV, K, V].
+    entry [S, HV, K, V] -> M [n, HV, K, K], b [n, HV, K, V].
     """
-    state = entry[runs.order]
+    state = entry[runs.slots]
     for step, n in enumerate(runs.active):
         c = runs.first[:n] + step
         state[:n] = tape.gamma[c] * state[:n] + tape.rk[c].mT @ (tape.u[c] - tape.w[c] @ state[:n])
@@ -76,12 +76,12 @@ def transfer(tape: Tape, runs: Runs) -> Tensor:
 def walk(
     tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True
 ) -> tuple[Tensor | None, Tensor, States]:
-    """Walks every run from its true entry state [n, HV, K, V]: o [T, HV, V] in v's type, exit states, and the tape of
+    """Walks every run from its true entry state [S, HV, K, V]: o [T, HV, V] in v's type, exit states, and the tape of
     states.
 
     Without `output` o is not computed; exit states cost nothing here, wanted or not.
     """
-    state = entry[runs.order]
+    state = entry[runs.slots]
     states = entry.new_empty(tape.gamma.shape[0], *entry.shape[1:])
     update = torch.empty_like(tape.u)
     for step, n in enumerate(runs.active):
