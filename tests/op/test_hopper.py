@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import deltaspan as ds
+from deltaspan.kernels import select
 from deltaspan.reference import chunked_gated_delta_rule
 from tests.helpers import same_bits
 from tests.op.hopper import BF16, drawn, relative, run
@@ -63,6 +64,25 @@ def test_raw_operands_in_few_chunks(hopper: str, rng: torch.Generator) -> None:
     ctx = ds.build_context(part, ds.SimulatedGroup(2), device=hopper, p_rule="occ", sm_count=60)
     found = run(pack, ctx, A_log=[A_log] * 2, dt_bias=[dt_bias] * 2, **ALL)
     assert all(relative(*pair) < BF16 for pair in zip(found, truth, strict=True))
+
+
+def test_the_layer_gives_its_backend_to_both_kernels(
+    hopper: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(rng.initial_seed())
+    layer = ds.nn.GatedDeltaNet(16, 1, 2).to(hopper, torch.bfloat16)
+    x = torch.randn(1, 90, 16).to(hopper, torch.bfloat16)
+    ctx = ds.build_context(ds.partition([0, 70, 90], 1), device=hopper)
+    tier, called = select.tier("hopper"), []
+    for name in ("convolve", "walk"):
+        stage = getattr(tier, name)
+        monkeypatch.setattr(tier, name, lambda *a, stage=stage, name=name, **b: called.append(name) or stage(*a, **b))
+    with torch.no_grad():
+        plain = layer(x, ctx, backend="torch")
+        assert called == []
+        y = layer(x, ctx, backend="hopper")
+    assert set(called) == {"convolve", "walk"}
+    assert relative(y, plain.double()) < 3 * BF16  # roundings of the rule, of its norm and gate, and of the projection
 
 
 @pytest.mark.gpu
