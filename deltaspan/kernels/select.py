@@ -51,7 +51,7 @@ def chosen_for_convolution(backend: str, *, device: torch.device | str, dtype: t
     way of the first run.
 
     Raises:
-        ValueError: as `chosen_backend`.
+        TypeError, ValueError: as `chosen_backend`.
     """
     _check_name(backend)
     return _chosen_for_convolution(backend, _as_device(device), dtype, taps)
