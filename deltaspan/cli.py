@@ -88,9 +88,7 @@ def plan(
     lengths: Annotated[str | None, typer.Option(help="Or document lengths, such as 128102,131072.")] = None,
     sms: Annotated[int, typer.Option(help="Multiprocessors of a rank's device.")] = 132,
     rule: Annotated[str, typer.Option(help=f"How fragments are cut into segments: {RULES}.")] = DEFAULT_RULE,
-    compare: Annotated[
-        str | None, typer.Option(help=f"Plan by a second rule too, and say which is shorter: {RULES}.")
-    ] = None,
+    compare: Annotated[str | None, typer.Option(help=f"Plan by a second rule too, and compare both: {RULES}.")] = None,
     json_to: Annotated[str | None, typer.Option("--json", help="Write the plan to a file; - prints it alone.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the partition into a file.")] = None,
 ) -> None:
@@ -116,6 +114,8 @@ def plan(
         }
     if compare is not None:
         with _usage_errors({"rule": "--compare"}):
+            if compare == rule:
+                raise ValueError(f"rule must be another rule than --rule, got {compare!r}")
             record["compare"] = {"rule": compare, "segments": plan_segments(part, hv=hv, sm_count=sms, rule=compare)}
     _give_json(record, json_to)
     if json_to != "-":
@@ -186,7 +186,7 @@ def bench(
         ))  # fmt: skip
         claim({"--json": None if json_to == "-" else json_to, "--md": md})  # now rather than after minutes
     for record in ready.run(_tell):
-        _tell(line(record["rows"][-1]))
+        _tell(line(record["rows"][-1], record["phases"]))
         _give_json(record, None if json_to == "-" else json_to)
         if md is not None:
             md.write_text(table(record) + "\n", encoding="utf-8")

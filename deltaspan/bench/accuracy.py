@@ -1,6 +1,6 @@
 """How far forwards are from float64 on a whole pack: ours on one rank and on many, beside peers' on the same operands.
 
-    python -m deltaspan.bench.accuracy [--peers fla,flash_qla] [--json FILE]
+    python -m deltaspan.bench.accuracy [--pack NAME] [--peers fla,flash_qla,flashinfer] [--json FILE]
 
 Exit 0 if ours is within every bound: 2e-2 of an element (`deltaspan.verify`), on many ranks 1.1 of its own RMS error on
 one and 1.5 of its worst element there, 1.1 of the better peer's RMS error; and if its bits do not depend on what the
@@ -128,8 +128,15 @@ def main(
     if pack not in known:
         typer.echo(f"error: --pack: unknown {pack!r}; known are {', '.join(known)}", err=True)
         raise typer.Exit(2)
+    wished = peers.split(",") if peers else []
+    if unknown := set(wished) - PEERS.keys():
+        typer.echo(f"error: --peers: unknown {min(unknown)!r}; known are {', '.join(PEERS)}", err=True)
+        raise typer.Exit(2)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        typer.echo("error: these kernels need a CUDA device of compute capability 9.0", err=True)
+        raise typer.Exit(2)
     try:
-        record = report(known[pack], peers=peers.split(",") if peers else ())
+        record = report(known[pack], peers=wished)
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
+PHASES = {"forward": "forward", "step": "checkpointed step"}  # that a record is of where it does not say
 
 
-def line(row: Row) -> str:
-    """One row: forward / step of every side, in milliseconds, and whether that can be relied on."""
-    sides = ", ".join(f"{name} {_pair(side)}" for name, side in _sides(row))
+def line(row: Row, phases: Sequence[str] = tuple(PHASES)) -> str:
+    """One row: what was timed of every side, in milliseconds, and whether that can be relied on."""
+    sides = ", ".join(f"{name} {_times(side, phases)}" for name, side in _sides(row))
     notes = "".join(f"; {note}" for note in _notes(row))
-    return f"{row['name']}: forward / step {sides} ms{notes}"
+    return f"{row['name']}: {' / '.join(phases)} {sides} ms{notes}"
 
 
 def table(record: Mapping[str, Any]) -> str:
     """The whole record as Markdown."""
     peers = list(dict.fromkeys(name for row in record["rows"] for name in row["peers"]))
-    forward_only = "step" not in record["phases"]
-    peak = "forward_peak_mib" if forward_only else "peak_mib"
-    of_peak = f"{'forward' if forward_only else 'step'} MiB"
+    phases = record.get("phases", tuple(PHASES))
+    peak = "peak_mib" if "step" in phases else "forward_peak_mib"
+    of_peak = f"{phases[-1]} MiB"
     head = ["shard", "tokens", "deltaspan", *peers, "to fastest peer", of_peak, "worst error", "notes"]
     lines = [head, ["---"] + ["---:"] * (len(head) - 2) + ["---"]]
     for row in record["rows"]:
         sides = dict(_sides(row))
-        timed = [_pair(sides[name]) if name in sides else "" for name in ("deltaspan", *peers)]
+        timed = [_times(sides[name], phases) if name in sides else "" for name in ("deltaspan", *peers)]
         known = any(side[peak] is not None for side in sides.values())
         peaks = [_number(side[peak], 0) for side in sides.values()] if known else []
-        figures = [" / ".join(_ratios(row)), " / ".join(peaks), _worst(row), "; ".join(_notes(row))]
+        figures = [" / ".join(_ratios(row, phases)), " / ".join(peaks), _worst(row), "; ".join(_notes(row))]
         lines.append([row["name"], f"{row['tokens']:,}", *timed, *figures])
-    return "\n".join([*_opening(record), "", *(f"| {' | '.join(cells)} |" for cells in lines), "", *_legend(record)])
+    return "\n".join(
+        [*_opening(record), "", *(f"| {' | '.join(cells)} |" for cells in lines), "", *_legend(record, phases)]
+    )
 
 
 def to_fastest_peer(row: Row, what: str) -> float | None:
@@ -45,17 +48,17 @@ def _sides(row: Row) -> Iterator[tuple[str, Row]]:
     yield from row["peers"].items()
 
 
-def _pair(side: Row) -> str:
-    return " / ".join(_number(side[f"{what}_ms"], 3) for what in ("forward", "step"))
+def _times(side: Row, phases: Sequence[str]) -> str:
+    return " / ".join(_number(side[f"{what}_ms"], 3) for what in phases)
 
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def _ratios(row: Row) -> list[str]:
-    ratios = [to_fastest_peer(row, what) for what in ("forward", "step")]
-    return [] if ratios == [None, None] else [_number(ratio, 2) for ratio in ratios]
+def _ratios(row: Row, phases: Sequence[str]) -> list[str]:
+    ratios = [to_fastest_peer(row, what) for what in phases]
+    return [_number(ratio, 2) for ratio in ratios] if any(ratios) else []
 
 
 def _worst(row: Row) -> str:
@@ -87,9 +90,10 @@ def _opening(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _legend(record: Mapping[str, Any]) -> list[str]:
+def _legend(record: Mapping[str, Any], phases: Sequence[str]) -> list[str]:
+    timed = " / ".join(PHASES[what] for what in phases)
     return [
-        f"Times are medians of {record['samples']} samples or more in ms, forward / checkpointed step, sides",
+        f"Times are medians of {record['samples']} samples or more in ms, {timed}, sides",
         "interleaved, the L2 cache not flushed. MiB: allocated at its peak above its inputs, deltaspan first.",
         f"Every side that is timed was within {record['bound']:.0e} of float64 in all that it was timed for",
         "(relative RMS; first and last key head with their value heads). A row is unsteady if our side, timed twice,",

@@ -2,7 +2,8 @@
 
     python -m deltaspan.bench.stages [--shards NAMES] [--heads H,HV] [--segments P] [--json FILE]
 
-Each is captured in a CUDA graph, in turns with the others, after its results were compared with FP64.
+Each is captured in a CUDA graph, in turns with the others. Before that the results of walks and maps are compared with
+FP64; those of prep are in `deltaspan.bench.kernels`, those of the chain by tests alone.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 from importlib import import_module
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -16,10 +17,10 @@ MOST_TAPS = 8  # of a convolution on the Hopper tier, which keeps a row and weig
 def is_supported(device: torch.device | str) -> bool:
     """Whether some tier of this release runs on `device`; never raises."""
     try:
-        kind = torch.device(device).type
-        return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
-    except (RuntimeError, TypeError):
+        check_device(device)
+    except (TypeError, ValueError):
         return False
+    return True
 
 
 def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu", **call: Any) -> str:
@@ -29,16 +30,19 @@ def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu",
         save_mode, and `backward`, whether it wants one.
 
     Raises:
-        ValueError: an unknown name, or a tier that does not serve the call, with the reason.
+        TypeError: a keyword that no call has, or a device that is none.
+        ValueError: an unknown name, a device without a tier, or a tier that does not serve the call, with the reason.
     """
     _check_name(backend)
-    return _chosen(backend, device, **call)
+    if unknown := call.keys() - KEYWORDS:
+        raise TypeError(f"a call has no {min(unknown)!r}; it may have {', '.join(sorted(KEYWORDS))}")
+    return _chosen(backend, _as_device(device), **call)
 
 
 @lru_cache
-def _chosen(backend: str, device: torch.device | str, **call: Any) -> str:
-    _check_device(backend, device)
-    if backend == "hopper" and (reason := _beyond_hopper(torch.device(device), **call)):
+def _chosen(backend: str, device: torch.device, **call: Any) -> str:
+    check_device(device)
+    if backend == "hopper" and (reason := _beyond_hopper(device, **call)):
         raise _refusal(reason)
     return "torch" if backend == "auto" else backend
 
@@ -49,18 +53,47 @@ def chosen_for_convolution(backend: str, *, device: torch.device | str, dtype: t
     way of the first run.
 
     Raises:
-        ValueError: as `chosen_backend`.
+        TypeError, ValueError: as `chosen_backend`.
     """
     _check_name(backend)
-    return _chosen_for_convolution(backend, device, dtype, taps)
+    return _chosen_for_convolution(backend, _as_device(device), dtype, taps)
 
 
 @lru_cache
-def _chosen_for_convolution(backend: str, device: torch.device | str, dtype: torch.dtype, taps: int) -> str:
-    _check_device(backend, device)
-    if backend == "hopper" and (reason := _convolution_beyond_hopper(torch.device(device), dtype, taps)):
+def _chosen_for_convolution(backend: str, device: torch.device, dtype: torch.dtype, taps: int) -> str:
+    check_device(device)
+    if backend == "hopper" and (reason := _convolution_beyond_hopper(device, dtype, taps)):
         raise _refusal(reason)
     return "torch" if backend == "auto" else backend
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """The device, if some tier of this release runs on it.
+
+    Raises:
+        TypeError: what is no device.
+        ValueError: one that is unknown, has no tier, or is not there.
+    """
+    found = _as_device(device)
+    if found.type not in ("cpu", "cuda"):
+        raise _without_tier(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        why = "finds no CUDA device" if torch.backends.cuda.is_built() else "is built without CUDA"
+        raise ValueError(f"device must be cpu where torch {why}, got '{device}'")
+    return found
+
+
+def _as_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except TypeError:
+        raise TypeError(f"device must be a torch.device or the name of one, got {device!r}") from None
+    except RuntimeError:
+        raise _without_tier(device) from None
+
+
+def _without_tier(device: torch.device | str) -> ValueError:
+    return ValueError(f"device must be one that a tier runs on, cpu or cuda, got '{device}'")
 
 
 @lru_cache
@@ -91,6 +124,9 @@ def _beyond_hopper(
     return _without_triton()
 
 
+KEYWORDS = signature(_beyond_hopper).parameters.keys() - {"device"}  # of a call
+
+
 def _convolution_beyond_hopper(device: torch.device, dtype: torch.dtype, taps: int) -> str | None:
     """Why the Hopper tier does not serve a convolution, None if it does."""
     if reason := _not_on(device):
@@ -105,11 +141,6 @@ def _convolution_beyond_hopper(device: torch.device, dtype: torch.dtype, taps: i
 def _check_name(backend: str) -> None:
     if backend not in ("auto", *TIERS):
         raise ValueError(f"backend must be one of {['auto', *TIERS]}, got {backend!r}")
-
-
-def _check_device(backend: str, device: torch.device | str) -> None:
-    if not is_supported(device):
-        raise ValueError(f"backend {backend!r} runs on cpu and cuda devices, got {device}")
 
 
 def _refusal(reason: str) -> ValueError:

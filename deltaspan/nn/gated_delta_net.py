@@ -104,13 +104,20 @@ class GatedDeltaNet(nn.Module):
 
     @told_to_others
     def forward(
-        self, x: Tensor, ctx: Context, *, recompute_handle: RecomputeHandle | None = None, **options: Any
+        self,
+        x: Tensor,
+        ctx: Context,
+        *,
+        backend: str = "auto",
+        recompute_handle: RecomputeHandle | None = None,
+        **options: Any,
     ) -> Tensor:
         """Applies the layer to a shard.
 
         Args:
             x: [1, T, hidden_size], T = ctx.tokens, this rank's fragments in local order; T may be 0.
             ctx: the batch's context, shared by all layers.
+            backend: "auto" or a tier's name, of the convolution and of the operation.
             recompute_handle: a `RecomputeHandle` of this layer's own, where the layer is checkpointed.
             options: of `chunk_gated_delta_rule`, such as save_mode or exchange.
 
@@ -119,7 +126,8 @@ class GatedDeltaNet(nn.Module):
 
         Raises:
             TypeError: ctx is no context.
-            ValueError: x has another shape; ctx has another convolution width; A_log or dt_bias was narrowed.
+            ValueError: x has another shape; ctx has another convolution width; A_log or dt_bias was narrowed;
+                output_final_state=True, for the layer returns y alone.
         """
         if not isinstance(ctx, Context):
             raise TypeError(f"ctx must be a Context, from deltaspan.build_context, got {type(ctx).__name__}")
@@ -135,6 +143,11 @@ class GatedDeltaNet(nn.Module):
             raise ValueError(f"x must have shape [1, ctx.tokens, hidden_size] = {needed}, got {tuple(x.shape)}")
         if ctx.conv_kernel_size != self.conv_size:
             raise ValueError(f"ctx must have conv_kernel_size {self.conv_size}, got {ctx.conv_kernel_size}")
+        if options.get("output_final_state"):
+            raise ValueError(
+                "output_final_state=True is not served by the layer, which returns y alone: call "
+                "deltaspan.chunk_gated_delta_rule for the final state"
+            )
         H, HV, K, V = self.num_heads, self.num_v_heads, self.head_dim, self.head_v_dim
 
         q, k, v = causal_conv1d(
@@ -142,6 +155,7 @@ class GatedDeltaNet(nn.Module):
             tuple(conv.weight.squeeze(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)),
             ctx,
             activation="silu",
+            backend=backend,
             recompute_handle=recompute_handle,
         )
         o, _ = chunk_gated_delta_rule(
@@ -156,6 +170,7 @@ class GatedDeltaNet(nn.Module):
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             use_beta_sigmoid_in_kernel=True,
+            backend=backend,
             recompute_handle=recompute_handle,
             **options,
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltaspan.exchange import AllGather, Program, Transport, gather_tokens, scatter_gradient, transport
-from deltaspan.kernels.select import is_supported
+from deltaspan.kernels.select import check_device
 from deltaspan.layout import Partition
 from deltaspan.layout.pack import as_int
 from deltaspan.op.operands import check_tensor
@@ -185,7 +185,7 @@ def build_context(
         sm_count: multiprocessors to plan for. Default: the device's, or 132 without a GPU.
 
     Raises:
-        TypeError: `part` is no partition, or `group` no group.
+        TypeError: `part` is no partition, `group` no group, or `device` no device.
         ValueError: a value out of range, or one on which the ranks of the group disagree (on every rank).
     """
     link = transport(group)
@@ -225,17 +225,14 @@ def _check(
     if not isinstance(part, Partition):
         raise TypeError(f"part must be a Partition, from deltaspan.partition, got {type(part).__name__}")
     as_int("conv_kernel_size", conv_kernel_size, minimum=1)
-    check_rule(p_rule)
+    check_rule(p_rule, name="p_rule")
     if link.world_size != part.world_size:
         size = f"a group of {link.world_size} ranks" if group is not None else "no group, which is one rank"
         raise ValueError(f"part is for {part.world_size} ranks, but there is {size}")
     simulated = group is link
     if rank is not None and (simulated or rank != link.ranks[0]):
         raise ValueError(f"rank must be the group's own{'' if simulated else f', {link.ranks[0]}'}, got {rank}")
-    device = link.default_device() if device is None else device
-    if not is_supported(device):
-        raise ValueError(f"device must be one that a tier runs on, cpu or cuda, got {device!r}")
-    device = torch.device(device)
+    device = check_device(link.default_device() if device is None else device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device, multiprocessors(device) if sm_count is None else as_int("sm_count", sm_count, minimum=1)

@@ -10,6 +10,7 @@ from deltaspan.op.backward import Gradients, backward_program
 from deltaspan.op.context import Context
 from deltaspan.op.forward import forward_program, stages
 from deltaspan.op.operands import check_like
+from deltaspan.op.options import Options
 from deltaspan.op.saved import Saved, check_saved
 from deltaspan.op.together import any_state_crosses
 
@@ -32,8 +33,9 @@ def forward(
     """`chunk_gated_delta_rule` without autograd, and with operands as they are, also under autocast.
 
     Its third result is what `backward` takes as `saved`; None with boundary_mode="replay", which keeps nothing.
+    Options of a recompute (`reuse_recompute_tapes`, `recompute_output`) are refused but for their default, "auto".
     """
-    options = options_of(ctx, **options)
+    options = _options(ctx, **options)
     ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias)
     stages(ctx, ranks[0], options)
     done = ctx._transport.run(
@@ -74,7 +76,7 @@ def backward(
     Raises:
         TypeError, ValueError: an argument that does not fit, or a saved set of another call.
     """
-    options = options_of(ctx, **options)
+    options = _options(ctx, **options)
     ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias)
     kept = ctx._listed("saved", saved) if saved is not None else [None] * len(ranks)
     dos = [check_like("do", t, x.v.shape, ctx.device) for t, x in zip(ctx._listed("do", do), ranks, strict=True)]
@@ -98,6 +100,17 @@ def backward(
             for grads, given in zip(done, operands, strict=True)
         ]
     )
+
+
+def _options(ctx: Context, **given: Any) -> Options:
+    """Those of a call, which no checkpoint computes again."""
+    options = options_of(ctx, **given)
+    for name in ("reuse_recompute_tapes", "recompute_output"):
+        if (value := getattr(options, name)) != "auto":
+            raise ValueError(
+                f"{name} is for checkpoints under autograd: deltaspan.forward and backward take 'auto', got {value!r}"
+            )
+    return options
 
 
 def _shaped(grad: Tensor, like: Tensor) -> Tensor:

@@ -246,13 +246,13 @@ def row_segments(ranks: Sequence[RankChunks], *, hv: int, sm_count: int, rule: s
     return [cut[rank] for rank in ranks]
 
 
-def check_rule(rule: str, *, of_row: bool | None = None) -> None:
-    """Raises unless `rule` names one; with `of_row`, one of that kind."""
+def check_rule(rule: str, *, name: str = "rule", of_row: bool | None = None) -> None:
+    """Raises, about the argument `name`, unless `rule` names one; with `of_row`, one of that kind."""
     if not isinstance(rule, str):
-        raise TypeError(f"rule must be the name of one, got {rule!r}")
-    served = [name for name, known in RULES.items() if of_row in (None, known.of_row)]
+        raise TypeError(f"{name} must be the name of a rule, got {rule!r}")
+    served = [each for each, known in RULES.items() if of_row in (None, known.of_row)]
     if rule not in served:
-        raise ValueError(f"rule must be one of {', '.join(served)}; got {rule!r}")
+        raise ValueError(f"{name} must be one of {', '.join(served)}; got {rule!r}")
 
 
 def _target(rule: str, hv: int, sm_count: int) -> Target:

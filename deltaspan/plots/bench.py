@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 
 def save_times(record: Mapping[str, Any], path: Path | str) -> Path:
-    """Draws times of forward and step as a PNG: a bar for each shard and side, with a line over its quartiles.
+    """Draws the times of what was timed as a PNG: a bar for each shard and side, with a line over its quartiles.
 
     Args:
         record: what `deltaspan bench --json` writes.
@@ -34,9 +34,10 @@ def save_times(record: Mapping[str, Any], path: Path | str) -> Path:
     """
     rows = record["rows"]
     sides = list(dict.fromkeys(name for row in rows for name in _sides(row)))
+    timed = _timed(record)
     figure, panels = _panels(record, rows, len(sides), "Medians, and the middle half of the samples as black lines")
     height = GROUP / len(sides)
-    for axes, what in zip(panels, TITLES, strict=True):
+    for axes, what in zip(panels, timed, strict=True):
         for at, row in enumerate(rows):
             of_row = _sides(row)
             for i, (name, side) in enumerate(of_row.items()):
@@ -59,13 +60,14 @@ def save_ratios(record: Mapping[str, Any], path: Path | str) -> list[Path]:
     Returns:
         the path, or nothing if no row has a peer's time beside ours.
     """
-    rows = [row for row in record["rows"] if any(_fastest(row, what) for what in TITLES)]
+    timed = _timed(record)
+    rows = [row for row in record["rows"] if any(_fastest(row, what) for what in timed)]
     if not rows:
         return []
     figure, panels = _panels(
         record, rows, 1, "Time of deltaspan over the fastest peer's: left of 1 it is the faster one"
     )
-    for axes, what in zip(panels, TITLES, strict=True):
+    for axes, what in zip(panels, timed, strict=True):
         label = blended_transform_factory(axes.transAxes, axes.transData)
         for at, row in enumerate(rows):
             if (fastest := _fastest(row, what)) is None:
@@ -83,14 +85,14 @@ def save_ratios(record: Mapping[str, Any], path: Path | str) -> list[Path]:
 
 
 def _panels(record: Mapping[str, Any], rows: Sequence[Row], bars: int, title: str) -> tuple[Figure, Sequence[Axes]]:
-    """Two panels, of forward and step, with the rows' names at the left, the first on top."""
+    """A panel for each of what was timed, with the rows' names at the left, the first on top."""
     height = FRAME_INCHES + len(rows) * (ROW_INCHES + BAR_INCHES * bars)
     figure = Figure(figsize=(11, height), layout="constrained")
     FigureCanvasAgg(figure)
     heads = "{} key and {} value heads".format(*record["heads"])
     where = record["machine"].get("gpu") or record["machine"].get("platform")
     figure.suptitle(f"{title}\n{record['decay']} decay, {heads}, {where}", fontsize=11)
-    panels = figure.subplots(1, 2, sharey=True)
+    (panels,) = figure.subplots(1, len(_timed(record)), sharey=True, squeeze=False)
     panels[0].set_yticks(range(len(rows)), [f"{row['name']}\n{row['tokens']:,} tokens" for row in rows], fontsize=8)
     panels[0].set_ylim(len(rows) - 0.5, -0.5)
     for axes in panels:
@@ -112,6 +114,11 @@ def _bar(axes: Axes, side: Row, what: str, at: float, height: float, name: str) 
     axes.plot([spread["quartile_1"], spread["quartile_3"]], [at, at], color="black", linewidth=1)
     end = max(ms, spread["quartile_3"])
     axes.annotate(f"{ms:.3g}", (end, at), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7)
+
+
+def _timed(record: Mapping[str, Any]) -> Sequence[str]:
+    """Keys of `TITLES`: all, where a record does not say."""
+    return record.get("phases", list(TITLES))
 
 
 def _sides(row: Row) -> dict[str, Row]:

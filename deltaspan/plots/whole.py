@@ -69,6 +69,8 @@ def check_bench(record: Mapping[str, Any]) -> None:
     for name in machine.keys() & {"gpu", "platform"}:
         _held(machine, name, _is_text, "a name", "machine.")
     _held(record, "decay", _is_text, "a name")
+    if "phases" in record:
+        _held(record, "phases", lambda value: value in (["forward"], list(SIDE_TIMES)), "forward, with step or alone,")
     rows = _held(record, "rows", lambda value: value and _is_list_of(_is_mapping)(value), "a row or more")
     for i, row in enumerate(rows):
         at = f"rows[{i}]."

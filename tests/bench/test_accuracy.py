@@ -1,5 +1,7 @@
 """The record of errors on a whole pack, on the CPU with the torch tier: what is within bounds, and what is told."""
 
+import re
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -54,9 +56,19 @@ def test_mixed_decay_is_of_all_kinds() -> None:
     assert torch.equal(draw(300, (2, 8), "mixed", device="cpu", seed=1).g[0], g)
 
 
-@pytest.mark.parametrize(("given", "word"), [(["--pack", "typo"], "typo"), (["--peers", "typo"], "typo")])
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [(["--pack", "typo"], "typo"), (["--peers", "typo"], "typo"), ([], "9.0"), (["--peers", "fla"], "9.0")],
+)
 def test_refusals(given: list[str], word: str) -> None:
     app = accuracy.typer.Typer()
     app.command()(accuracy.main)
+    if word == "9.0" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 2 and word in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_usage_names_every_option_and_peer() -> None:
+    usage = accuracy.__doc__.split("\n\n")[1]
+    assert re.findall(r"--\w+", usage) == ["--pack", "--peers", "--json"] and ",".join(PEERS) in usage

@@ -65,14 +65,19 @@ def test_a_record_has_what_is_promised(known: None) -> None:
 
 def test_a_tier_without_a_backward_has_its_forward_timed(known: None, monkeypatch: pytest.MonkeyPatch) -> None:
     full = last(heads=(2, 4))
+    assert full["phases"] == ["forward", "step"]
     monkeypatch.setattr(bench_run, "_has_backward", lambda backend, device: False)
     record = last(peers=["right", "hasty"], heads=(2, 4))
     (row,) = record["rows"]
     assert record["phases"] == ["forward"] and row["errors"].keys() == {"forward"} and row["forward_ms"] > 0
     assert row["step_ms"] is None and row["control"].keys() == {"forward"} and row["peers"]["right"]["off"] is None
     assert "(forward)" in row["peers"]["hasty"]["off"]
-    assert "forward MiB" in table(record)
-    assert full["phases"] == ["forward", "step"]
+    shown, told = table(record), line(row, record["phases"])
+    assert "forward MiB" in shown and f"| {row['forward_ms']:,.3f} |" in shown
+    assert "more in ms, forward, sides" in shown and "step" not in shown
+    assert told.startswith(f"2x40: forward deltaspan {row['forward_ms']:,.3f}, right ") and " / " not in told
+    del full["phases"]  # a record from before it was written down
+    assert "forward / checkpointed step" in table(full) and "step MiB" in table(full)
     assert row["errors"]["forward"] == pytest.approx(full["rows"][0]["errors"]["forward"], rel=1e-6)
 
 

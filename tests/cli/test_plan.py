@@ -112,6 +112,7 @@ def test_known_packs_are_whole() -> None:
         (["--sms", "9" * 20], f"--sms must be at most 65,536, got {'9' * 20}"),
         (["--rule", "luck"], "--rule must be one of one, chain_min"),
         (["--compare", "luck"], "--compare must be one of one, chain_min"),
+        (["--compare", "row_cost_lpt"], "--compare must be another rule than --rule, got 'row_cost_lpt'"),
         (["--pack", "P9"], "--pack must be one of P1, P2"),
         (["--lengths", "1,2"], "one of --pack and --lengths"),
         (["--json", "no/such/folder/plan.json"], "No such file"),

@@ -59,7 +59,8 @@ def dot(a: Value, b: Value, acc: Value | None = None, input_precision: str = "tf
     if input_precision == "tf32x3":
         small_a, small_b = (Value(x.held - _entering(x, whole=False), x.dtype) for x in (a, b))
         mixed = _product(small_a, b, before) + _product(a, small_b, before)
-        return Value(_product(a, b, before) + mixed.nan_to_num(nan=0.0) + before.held, before.dtype)
+        mixed = mixed.masked_fill(mixed.isnan(), 0.0)  # of infinite operands, whose rest is inf - inf
+        return Value(_product(a, b, before) + mixed + before.held, before.dtype)
     return Value(_product(a, b, before, whole=input_precision == "ieee") + before.held, before.dtype)
 
 

@@ -208,3 +208,5 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         layer(torch.randn(1, 10, HIDDEN), ds.build_context(part, device="cpu", conv_kernel_size=3))
     with pytest.raises(ValueError, match="simulated"):
         layer(torch.randn(1, 10, HIDDEN), ds.build_context(part, ds.SimulatedGroup(1), device="cpu"))
+    with pytest.raises(ValueError, match=r"output_final_state=True is not served .* call deltaspan\.chunk_gated"):
+        layer(torch.randn(1, 10, HIDDEN), ds.build_context(part, device="cpu"), output_final_state=True)

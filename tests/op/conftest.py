@@ -16,7 +16,11 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         return
     served, tier = select.tier, load("deltaspan.kernels.hopper.tier")
     monkeypatch.setattr(select, "_beyond_hopper", lambda *args, **call: None)
+    monkeypatch.setattr(select, "_convolution_beyond_hopper", lambda *args: None)
     monkeypatch.setattr(select, "tier", lambda name: tier if name == "hopper" else served(name))
-    select._chosen.cache_clear()
+    caches = select._chosen, select._chosen_for_convolution
+    for cache in caches:
+        cache.cache_clear()
     yield "cpu"
-    select._chosen.cache_clear()
+    for cache in caches:
+        cache.cache_clear()

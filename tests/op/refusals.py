@@ -156,6 +156,16 @@ OPTIONS = (
             V, r"segments must be at most 1 \(.*: 1\), got 2", lambda r: r.rule(segments=2)
         ),
         "segments of backward": Bad(V, "segments must be at most 1", lambda r: r.backward(segments=2)),
+        "reuse of a recompute without autograd": Bad(
+            V,
+            "reuse_recompute_tapes is for .* deltaspan.forward and backward take 'auto', got False",
+            lambda r: r.backward(reuse_recompute_tapes=False),
+        ),
+        "output of a recompute without autograd": Bad(
+            V,
+            "recompute_output is for .* take 'auto', got 'always'",
+            lambda r: r.rule(ds.forward, recompute_output="always"),
+        ),
         "option of backward": Bad(V, "exchange must be one of .* got 0", lambda r: r.backward(exchange=0)),
     }
 )
@@ -288,7 +298,7 @@ CONTEXT = {
     "part": Bad(T, "part must be a Partition.* got list", lambda r: context(part=[0, 5])),
     "taps": Bad(V, "conv_kernel_size must be at least 1, got 0", lambda r: context(conv_kernel_size=0)),
     "sm_count": Bad(V, "sm_count must be at least 1, got -3", lambda r: context(sm_count=-3)),
-    "rule": Bad(V, "rule must be one of .* got 'best'", lambda r: context(p_rule="best")),
+    "rule": Bad(V, "^p_rule must be one of .* got 'best'", lambda r: context(p_rule="best")),
     "world": Bad(
         V, "part is for 3 ranks, but there is a group of 2 ranks", lambda r: context(part=ds.partition([0, 5], 3))
     ),
@@ -297,7 +307,7 @@ CONTEXT = {
     "taps no integer": Bad(T, "conv_kernel_size must be an integer, got 4.0", lambda r: context(conv_kernel_size=4.0)),
     "sm_count no number": Bad(T, "sm_count must be an integer, got '8'", lambda r: context(sm_count="8")),
     "sm_count no integer": Bad(T, "sm_count must be an integer, got 1.5", lambda r: context(sm_count=1.5)),
-    "rule no name": Bad(T, "rule must be .* got \\[\\]", lambda r: context(p_rule=[])),
+    "rule no name": Bad(T, "^p_rule must be .* got \\[\\]", lambda r: context(p_rule=[])),
     "device": Bad(V, "device must .* got 'abacus'", lambda r: context(device="abacus")),
     "device without a tier": Bad(V, "meta", lambda r: context(device="meta")),
 }

@@ -78,6 +78,25 @@ def test_raw_operands_in_few_chunks(hopper: str, rng: torch.Generator) -> None:
     assert all(relative(*pair) < BF16 for pair in zip(found, truth, strict=True))
 
 
+def test_the_layer_gives_its_backend_to_both_kernels(
+    hopper: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(rng.initial_seed())
+    layer = ds.nn.GatedDeltaNet(16, 1, 2).to(hopper, torch.bfloat16)
+    x = torch.randn(1, 90, 16).to(hopper, torch.bfloat16)
+    ctx = ds.build_context(ds.partition([0, 70, 90], 1), device=hopper)
+    tier, called = select.tier("hopper"), []
+    for name in ("convolve", "walk"):
+        stage = getattr(tier, name)
+        monkeypatch.setattr(tier, name, lambda *a, stage=stage, name=name, **b: called.append(name) or stage(*a, **b))
+    with torch.no_grad():
+        plain = layer(x, ctx, backend="torch")
+        assert called == []
+        y = layer(x, ctx, backend="hopper")
+    assert set(called) == {"convolve", "walk"}
+    assert relative(y, plain.double()) < 3 * BF16  # roundings of the rule, of its norm and gate, and of the projection
+
+
 @pytest.mark.gpu
 def test_capture_and_no_wait(rng: torch.Generator) -> None:
     """A captured forward gives the eager one's bits, and no call waits for the device."""

@@ -85,7 +85,7 @@ def test_a_rule_of_a_rank_is_refused_for_a_row(rule):
         ({"sm_count": 0}, ValueError, "sm_count must be at least 1, got 0"),
         ({"sm_count": -132}, ValueError, "sm_count must be at least 1, got -132"),
         ({"hv": 4.5}, TypeError, "hv"),
-        ({"rule": None}, TypeError, "rule must be the name of one, got None"),
+        ({"rule": None}, TypeError, "rule must be the name of a rule, got None"),
     ],
     ids=str,
 )

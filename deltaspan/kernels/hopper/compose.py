@@ -51,7 +51,7 @@ def chain_kernel(
     of maps.
     """
     chain = tl.program_id(0) // HV
-    head = tl.program_id(0) % HV
+    head = (tl.program_id(0) % HV).to(tl.int64)
     of_map = MAPS and tl.program_id(1) < DIM // COLUMNS
     rows = tl.arange(0, DIM)
     column = (tl.program_id(1) % (DIM // COLUMNS)) * COLUMNS
