@@ -24,7 +24,7 @@ from torch import Tensor
 
 import deltaspan as ds
 from deltaspan.bench.check import Truth
-from deltaspan.bench.facts import commit, machine, versions
+from deltaspan.bench.facts import commit, end_without_hopper, machine, versions
 from deltaspan.bench.operands import REGIMES, Operands, draw
 from deltaspan.bench.peers import PEERS, peers_by_name
 from deltaspan.bench.sides import Deltaspan
@@ -132,9 +132,7 @@ def main(
     if unknown := set(wished) - PEERS.keys():
         typer.echo(f"error: --peers: unknown {min(unknown)!r}; known are {', '.join(PEERS)}", err=True)
         raise typer.Exit(2)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        typer.echo("error: these kernels need a CUDA device of compute capability 9.0", err=True)
-        raise typer.Exit(2)
+    end_without_hopper()
     try:
         record = report(known[pack], peers=wished)
     except ValueError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
 import deltaspan as ds
 from deltaspan.bench.peers import Peer
@@ -30,6 +31,13 @@ def machine(device: str) -> dict[str, Any]:
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         facts |= {"gpu": torch.cuda.get_device_name(), "driver": driver and driver.splitlines()[0]}
     return facts
+
+
+def end_without_hopper() -> None:
+    """Ends a command that times the Hopper tier's kernels with a line and exit 2 where they cannot run."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        typer.echo("error: these kernels need a CUDA device of compute capability 9.0", err=True)
+        raise typer.Exit(2)
 
 
 def versions(peers: Sequence[type[Peer]]) -> dict[str, str | None]:

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 import deltaspan as ds
-from deltaspan.bench.facts import commit, machine, versions
+from deltaspan.bench.facts import commit, end_without_hopper, machine, versions
 from deltaspan.bench.operands import HEAD_DIM, Operands, draw
 from deltaspan.bench.shards import LOCAL_SHARDS, Shard, local_shard
 from deltaspan.plan import chunk_grid
@@ -151,9 +151,7 @@ def main(
     except ValueError as error:
         typer.echo(f"error: --{error}", err=True)
         raise typer.Exit(2) from None
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        typer.echo("error: these kernels need a CUDA device of compute capability 9.0", err=True)
-        raise typer.Exit(2)
+    end_without_hopper()
     record = report(names)
     Console(width=140).print(table(record))
     if json_to is not None:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import deltaspan as ds
-from deltaspan.bench.facts import commit, machine, versions
+from deltaspan.bench.facts import commit, end_without_hopper, machine, versions
 from deltaspan.bench.kernels import graph_times
 from deltaspan.bench.operands import DECAYS, Operands, draw
 from deltaspan.bench.shards import local_shard
@@ -146,9 +146,7 @@ def main(
     if unknown := set(packs.split(",")) - known.keys():
         typer.echo(f"error: --packs: unknown {min(unknown)!r}; known are {', '.join(known)}", err=True)
         raise typer.Exit(2)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        typer.echo("error: these kernels need a CUDA device of compute capability 9.0", err=True)
-        raise typer.Exit(2)
+    end_without_hopper()
     record = report({name: known[name] for name in packs.split(",")})
     Console(width=160).print(*table(record), sep="\n")
     if json_to is not None:
