@@ -71,7 +71,7 @@ def _lengths(l2norm: bool) -> tuple[dict[str, str], dict[str, Any]]:
 
 def _forward(
     H: int, group: int, *, output: bool, exits: bool, instructions: int, halves: bool = False, spills: int = 0,
-    l2norm: bool = False,
+    l2norm: bool = False, states: bool = False,
 ) -> Case:  # fmt: skip
     width = 64 if halves else 128
     arguments, constants = _lengths(l2norm)
@@ -80,9 +80,10 @@ def _forward(
         arguments=A_WALK
         | {"q_tiles": "tiles<bf16[64, 128]>", "v_tiles": f"tiles<bf16[64, {width}]>", "o_tiles": "tiles<bf16[64, 64]>"}
         | {"G_tiles": "tiles<fp32[1, 64]>", "o": "*bf16", "entry": "*fp32", "exit": "*fp32", "scale": "fp32"}
-        | {"scale_log2": "fp32"}
+        | {"scale_log2": "fp32", "state_tiles": f"tiles<bf16[64, {128 if states else 64}]>"}
         | arguments,
-        constants={"H": H, "GROUP": group, "HALVES": halves, "OUTPUT": output, "EXIT": exits} | constants,
+        constants={"H": H, "GROUP": group, "HALVES": halves, "OUTPUT": output, "STATES": states, "EXIT": exits}
+        | constants,
         num_warps=4,
         registers=168 if halves else 128,
         shared=WHOLE,
@@ -104,6 +105,24 @@ def _adjoint(H: int, group: int, *, states: bool, instructions: int, halves: boo
         constants={"H": H, "GROUP": group, "HALVES": halves, "STATES": states},
         num_warps=4,
         registers=168 if halves else 128,
+        shared=WHOLE,
+        instructions=instructions,
+        reason="as the forward",
+    )
+
+
+def _gradients(H: int, group: int, *, instructions: int) -> Case:
+    narrow = dict.fromkeys(("A", "dq", "dk", "dv"), "*bf16") | dict.fromkeys(("G", "beta", "dg", "dbeta"), "*fp32")
+    wide, halves = dict.fromkeys(("q", "k"), 128), dict.fromkeys(("v", "do"), 64)
+    return Case(
+        kernel="deltaspan.kernels.hopper.gradients:gradients_kernel",
+        arguments={f"{name}_tiles": f"tiles<bf16[64, {width}]>" for name, width in (wide | halves).items()}
+        | dict.fromkeys(("S_tiles", "D_tiles"), "tiles<bf16[64, 128]>")
+        | narrow
+        | {"broken": "*i32", "chunks": "*i32", "items": "i32", "NC": "i32", "scale": "fp32"},
+        constants={"H": H, "GROUP": group},
+        num_warps=4,
+        registers=128,
         shared=WHOLE,
         instructions=instructions,
         reason="as the forward",
@@ -179,6 +198,12 @@ CASES = {
         16, 3, output=True, exits=True, instructions=2900, halves=True, l2norm=True
     ),
     "raw exit states alone": _forward(16, 3, output=False, exits=True, instructions=2300, l2norm=True),
+    "states at chunks' starts": _forward(16, 3, output=False, exits=False, instructions=2400, states=True),
+    "states at chunks' starts on halves of V": _forward(
+        16, 3, output=False, exits=False, instructions=2400, halves=True, states=True
+    ),
+    "gradients, 16 key heads x 3": _gradients(16, 3, instructions=6000),
+    "gradients, 2 key heads x 4": _gradients(2, 4, instructions=6000),
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),
     "raw transfer": _transfer(16, 3, instructions=2900, l2norm=True),

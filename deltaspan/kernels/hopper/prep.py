@@ -40,6 +40,8 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST_DECAY = gl.constexpr(-110.0)  # e^-110 is zero in fp32; more would only cost the running sum its low bits
 LONGEST_KEY = gl.constexpr(1.03)  # |k|^2 of a unit key rounded to bf16 stays below 1.01
 LARGEST = gl.constexpr(3.4028234663852886e38)  # |k|^2 of a key that can be normalised
+FAINTEST = gl.constexpr(2.0**-27)  # of writes: below fp32's rounding of one, and times RANGE still among fp16's numbers
+RANGE = gl.constexpr(2.0**13)  # by which A is kept as fp16 halves: entries are at most 2^2
 
 
 @gluon.jit
@@ -75,7 +77,8 @@ def prep_kernel(
         strength = gl.load(beta + at + e, mask=row < n, other=0.0).to(gl.float32)
         decay = gl.load(g + at + e, mask=row < n, other=0.0).to(gl.float32)
         if SIGMOID > 0:
-            strength = gl.where(row < n, sigmoid(strength, SIGMOID), 0.0)
+            strength = sigmoid(strength, SIGMOID)
+        strength = gl.where(row < n, away_from_zero(strength), 0.0)
         if BIAS:
             decay = decay + gl.load(dt_bias + h * GROUP + e)
         if GATE:
@@ -144,7 +147,9 @@ def prep_kernel(
     diagonal.index(1).slice(0, 1, 0).store(gl.reshape(by_token(n22), (1, 256)))
     diagonal.index(1).slice(1, 1, 0).store(gl.reshape(by_token(n33), (1, 256)))
     for e in gl.static_range(GROUP):
-        b0, b1 = gl.split(gl.permute(gl.reshape(betas[e], (2, 32)), (1, 0)))
+        # what a broken key might blow up beyond fp16's range: NaN from there on anyway, but not before
+        strength = gl.where(row < first, betas[e], 0.0)
+        b0, b1 = gl.split(gl.permute(gl.reshape(strength, (2, 32)), (1, 0)))
         strengths.index(e * 2).store(gl.reshape(b0, (2, 16)))
         strengths.index(e * 2 + 1).store(gl.reshape(b1, (2, 16)))
         decay = gl.where(decays[e] < LOWEST_DECAY, LOWEST_DECAY, decays[e])  # a NaN stays one
@@ -162,6 +167,13 @@ def prep_kernel(
     for e in range(GROUP):
         out = A + ((h * GROUP + e).to(gl.int64) * NC + c) * (CHUNK * CHUNK)
         merge(out, hi, lo, inverse, e * 2, n10, m10, n20, m20, n30, m30, n21, m21, n31, m31, n32, m32, L2NORM, MMA)
+
+
+@gluon.jit
+def away_from_zero(beta):
+    """A token that writes nothing writes next to nothing: columns of A are then never zero, and A / beta is known."""
+    faint = gl.where(beta < 0.0, -FAINTEST, FAINTEST)
+    return gl.where(gl.abs(beta) < FAINTEST, faint, beta)
 
 
 @gluon.jit
@@ -192,7 +204,8 @@ def between(k_i, r_j, inverse, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.cons
 
 @gluon.jit
 def solve_pair(diagonal, strengths, hi, lo, pair, GROUP: gl.constexpr):
-    """Two diagonal blocks of every value head by forward substitution: hi + lo of A_ii, transposed, by position."""
+    """Two diagonal blocks of every value head by forward substitution: hi + lo of RANGE A_ii, transposed, by
+    position."""
     CUBE: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 16, 1], [1, 1, 1], [2, 1, 0])  # block, column, row
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, CUBE)))[None, None, :]
     column = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, CUBE)))[None, :]
@@ -201,7 +214,7 @@ def solve_pair(diagonal, strengths, hi, lo, pair, GROUP: gl.constexpr):
         solved = solved + (gl.zeros([2, 16, 16], gl.float32, CUBE),)
     for i in gl.static_range(16):
         ni = diagonal.index(pair).slice(i * 16, 16, 1).load(gl.SliceLayout(1, CUBE))[:, None, :]
-        unit = gl.where(column == i, 1.0, 0.0)
+        unit = gl.where(column == i, RANGE, 0.0)
         longer = ()
         for e in gl.static_range(GROUP):
             x = solved[e]
@@ -240,12 +253,12 @@ def merge(
     a32 = product(d3h, d3l, as_right(yh, MMA), as_right(yl, MMA), zero)
     put(out, 1, 0, a10, inverse, L2NORM, MMA)
     put(out, 3, 2, a32, inverse, L2NORM, MMA)
-    put(out, 1, 1, joined(d1h, d1l, MMA), inverse, L2NORM, MMA)
-    put(out, 3, 3, joined(d3h, d3l, MMA), inverse, L2NORM, MMA)
-    sh, sl = halves(s10)
+    put(out, 1, 1, joined(d1h, d1l, MMA) * RANGE, inverse, L2NORM, MMA)
+    put(out, 3, 3, joined(d3h, d3l, MMA) * RANGE, inverse, L2NORM, MMA)
+    sh, sl = halves(s10 * (1 / RANGE))
     sh = as_left(sh, MMA)
     sl = as_left(sl, MMA)
-    fh, fl = halves(a32)
+    fh, fl = halves(a32 * (1 / RANGE))
     fh = as_left(fh, MMA)
     fl = as_left(fl, MMA)
     # blocks (2, 0) to (3, 1): z_ba^T = sum over columns of (n A)^T
@@ -266,9 +279,9 @@ def merge(
     put(out, 3, 0, product(d3h, d3l, as_right(h30, MMA), as_right(l30, MMA), a30), inverse, L2NORM, MMA)
     a31 = product(fh, fl, as_right(h21, MMA), as_right(l21, MMA), zero)
     put(out, 3, 1, product(d3h, d3l, as_right(h31, MMA), as_right(l31, MMA), a31), inverse, L2NORM, MMA)
-    put(out, 2, 2, joined(d2h, d2l, MMA), inverse, L2NORM, MMA)
+    put(out, 2, 2, joined(d2h, d2l, MMA) * RANGE, inverse, L2NORM, MMA)
     d0h, d0l = block(hi, lo, first, 0, False, MMA)
-    put(out, 0, 0, joined(d0h, d0l, MMA), inverse, L2NORM, MMA)
+    put(out, 0, 0, joined(d0h, d0l, MMA) * RANGE, inverse, L2NORM, MMA)
 
 
 @gluon.jit
@@ -360,6 +373,7 @@ def put(out, i: gl.constexpr, j: gl.constexpr, x, inverse, L2NORM: gl.constexpr,
     column = gl.arange(0, 16, layout=gl.SliceLayout(0, TILE))
     if L2NORM:
         x = x * inverse.index(i).load(gl.SliceLayout(1, MMA))[:, None]
+    x = x * (1 / (RANGE * RANGE))
     at = out + (i * 16 * CHUNK + j * 16) + row[:, None] * CHUNK + column[None, :]
     gl.store(at, gl.convert_layout(by_token(x.to(gl.bfloat16)), TILE))
 

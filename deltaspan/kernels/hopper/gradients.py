@@ -1,0 +1,506 @@
+"""The gradients of every chunk from the state at its start and the state's adjoint at its end, for sm_90: all chunks at
+once, a key head with its value heads by one program.
+
+With A and G of the prep stage, a = 2^G, r = 2^(G_C - G), gamma = 2^(G_C), E_ij = 2^(G_i - G_j) for i >= j, P =
+tril(Q K^T), S the state at the chunk's start and D the adjoint of that at its end:
+
+    T = E o A        F = scale E o P
+    R = V - a (K S)        U = T R        dU = r (K D) + F^T dO        dR = T^T dU        dv = dR
+    dP = scale E o (dO U^T)        Y = -E o tril(dR U^T, -1)
+    x1 = scale a (dO S^T)        x2 = a (dR S^T)        x3 = r (U D^T)        kappa_i = <x3_i, k_i>
+    dq = x1 + dP K        dk = x3 - x2 + dP^T Q + Y K + Y^T K        summed over the group's value heads
+    M = tril(dP o P + Y o K K^T, -1)
+    dg_j = sum_(i >= j) (<x1_i, q_i> - <x2_i, k_i>) + sum_(i < j) kappa_i + sum_(l < j <= i) M_il + gamma <D, S>
+    dbeta = <dR, R - tril(E o K K^T, -1) U> / beta = (<dR, R> + sum_l (Y o K K^T)_il) / beta
+
+dg is the torch tier's sum, in fp32: nothing large cancels where decay is strong. Its inner products are taken before
+x1, x2 and x3 are formed, <x1_i, q_i> = scale a_i <(Q S)_i, dO_i> and so on, so that these go straight into dq and dk:
+rows are scaled in the left operands. Sums over l < j are products with a matrix of ones, of M in two bf16 terms.
+
+A value head comes in two panels of 64 of V's channels, each a unit: v, dO and the rows of S^T and D^T for them. Four
+partitions: one warpgroup makes U and dR of a unit; one T and F, which serve both panels, dP and dq; one Y and dk; one
+warp loads. Each product runs into one accumulator in the order of value heads and panels, so bits do not depend on how
+many programs share the chunks.
+
+Rows of q, k, v and dO behind a fragment's end are set to zero in shared memory before anything is computed from them. A
+key that breaks the promise of unit keys turns dO into NaN from its row on: dq from there, dk and dv of the whole chunk.
+"""
+
+import torch
+from torch import Tensor
+
+from deltaspan.kernels.hopper.forward import clear_behind
+from deltaspan.kernels.hopper.gluon import (
+    barrier,
+    exp2,
+    fence_async_shared,
+    gl,
+    gluon,
+    launch,
+    load_tile,
+    mbarrier,
+    row_tiles,
+    tiles,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from deltaspan.kernels.hopper.prep import Prepared, away_from_zero
+
+LAUNCH = {"KEY_REGISTERS": 168, "QUERY_REGISTERS": 160}
+
+CHUNK = gl.constexpr(64)
+HEAD_DIM = gl.constexpr(128)
+PANEL = gl.constexpr(64)  # of V
+STAGES = gl.constexpr(3)  # of units; with all else they fill shared memory
+
+
+@gluon.jit
+def gradients_kernel(
+    q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, A, G, beta, broken, chunks, dq, dk, dv, dg, dbeta, items, NC,
+    scale, H: gl.constexpr, GROUP: gl.constexpr, KEY_REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Tiles (descriptors): q, k [T, H * 128] by [64, 128]; v, do [T, HV * 128] by [64, 64]; S, D [NC * HV * 128, 128] by
+    [64, 128], the rows V and the columns K.
+
+    A [HV, NC, 64, 64] bf16; G [HV, NC, 64] fp32; beta [T, HV] fp32 or bf16; broken [H, NC] and chunks [NC, 2] int32 as
+    prep has them; dq, dk [T, H, 128], dv [T, HV, 128] bf16; dg, dbeta [T, HV] fp32; items = NC * H, which the programs
+    take by turns.
+    """
+    ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    qs = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, HEAD_DIM], q_tiles.layout)
+    ks = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, HEAD_DIM], k_tiles.layout)
+    vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, PANEL], v_tiles.layout)  # V, then R, dU, dR; and Y
+    dos = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, PANEL], do_tiles.layout)  # dO; and dP
+    states = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PANEL, HEAD_DIM], S_tiles.layout)
+    costates = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PANEL, HEAD_DIM], D_tiles.layout)
+    us = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, PANEL], SQUARE)
+    ts = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SQUARE)
+    fs = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SQUARE)
+    ps = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SQUARE)  # P, and K K^T above the diagonal
+    before = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SQUARE)  # ones where l < j
+    rows = gl.allocate_shared_memory(gl.float32, [4, CHUNK], LINE)  # of a token: what is read, kappa, <dR, R>
+    sums = gl.allocate_shared_memory(gl.float32, [4, CHUNK], PLAIN)  # of dg, by warps
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # U and dR of a unit
+    left = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # by those who read them
+    item_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    item_left = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    scored = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # P and K K^T of an item
+    decayed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # T and F of a head
+    dp_made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    summed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # the share of Y in dg
+    for j in gl.static_range(STAGES):
+        mbarrier.init(full.index(j), count=1)
+        mbarrier.init(empty.index(j), count=2)
+    for j in gl.static_range(2):
+        mbarrier.init(made.index(j), count=1)
+        mbarrier.init(left.index(j), count=2)
+    mbarrier.init(item_full, count=1)
+    mbarrier.init(item_left, count=3)
+    mbarrier.init(scored, count=1)
+    mbarrier.init(decayed, count=1)
+    mbarrier.init(dp_made, count=1)
+    mbarrier.init(summed, count=1)
+    l = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ROW))
+    j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ROW))
+    before.store(gl.where(l[:, None] < j[None, :], 1.0, 0.0).to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+
+    places = qs, ks, vs, dos, states, costates, us, ps, before, rows, sums
+    units = empty, made, left
+    updating = G, broken, chunks, dv, ts, fs, full, item_left, scored, decayed, items, NC, scale
+    querying = A, G, chunks, dq, dg, ts, fs, item_full, item_left, scored, decayed, dp_made, summed, items, NC, scale
+    keying = G, beta, chunks, dk, dbeta, item_left, scored, dp_made, summed, items, NC
+    loading = (
+        q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, qs, ks, vs, dos, states, costates, full, empty,
+        item_full, item_left, chunks, items,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (update, (places, units, updating, H, GROUP)),
+            (of_keys, (places, units, keying, H, GROUP)),
+            (of_queries, (places, units, querying, H, GROUP)),
+            (load, (loading, H, GROUP)),
+        ],
+        [4, 4, 1],
+        [KEY_REGISTERS, QUERY_REGISTERS, 24],
+    )
+
+
+@gluon.jit
+def load(given, H: gl.constexpr, GROUP: gl.constexpr):
+    """Units three ahead at most; q and k behind the first head's, whose place is free before theirs is."""
+    (
+        q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, qs, ks, vs, dos, states, costates, full, empty,
+        item_full, item_left, chunks, items,
+    ) = given  # fmt: skip
+    stage = 0
+    phase = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        c = item // H
+        h = item % H
+        token = gl.load(chunks + 2 * c)
+        for e in range(GROUP):
+            hv = h * GROUP + e
+            for panel in gl.static_range(2):
+                row = (c * (H * GROUP) + hv) * HEAD_DIM + panel * PANEL
+                column = hv * HEAD_DIM + panel * PANEL
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                mbarrier.expect(full.index(stage), 2 * CHUNK * PANEL * 2 + 2 * PANEL * HEAD_DIM * 2)
+                load_tile(S_tiles, [row, 0], full.index(stage), states.index(stage))
+                load_tile(v_tiles, [token, column], full.index(stage), vs.index(stage))
+                load_tile(do_tiles, [token, column], full.index(stage), dos.index(stage))
+                load_tile(D_tiles, [row, 0], full.index(stage), costates.index(stage))
+                stage = stage + 1
+                phase = gl.where(stage == STAGES, phase ^ 1, phase)
+                stage = gl.where(stage == STAGES, 0, stage)
+            if e == 0:
+                mbarrier.wait(item_left, (turn & 1) ^ 1)
+                mbarrier.expect(item_full, 2 * CHUNK * HEAD_DIM * 2)
+                load_tile(k_tiles, [token, h * HEAD_DIM], item_full, ks)
+                load_tile(q_tiles, [token, h * HEAD_DIM], item_full, qs)
+        turn = turn + 1
+
+
+@gluon.jit
+def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
+    """U and dR of every unit, and of a token's inner products those that they take part in."""
+    qs, ks, vs, dos, states, costates, us, ps, before, rows, sums = places
+    empty, made, left = units
+    G, broken, chunks, dv, ts, fs, full, item_left, scored, decayed, items, NC, scale = given
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
+    wide_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))
+    channel = gl.arange(0, PANEL, layout=gl.SliceLayout(0, WIDE))
+    HV: gl.constexpr = H * GROUP
+    stage = 0
+    phase = 0
+    head = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        c = item // H
+        h = item % H
+        token = gl.load(chunks + 2 * c)
+        held = gl.load(chunks + 2 * c + 1)
+        first_broken = gl.load(broken + h * NC + c)
+        mbarrier.wait(scored, turn & 1)
+        for e in range(GROUP):
+            hv = h * GROUP + e
+            decay = G + (hv.to(gl.int64) * NC + c) * CHUNK
+            G_row = gl.load(decay + row)
+            G_end = gl.load(decay + CHUNK - 1)
+            a = exp2(G_row)
+            r = exp2(G_end - G_row)
+            read = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, ACC))
+            kappa = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, ACC))
+            error = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, ACC))
+            for panel in gl.static_range(2):
+                v = vs.index(stage)
+                do = dos.index(stage)
+                state = states.index(stage)
+                costate = costates.index(stage)
+                u = us.index(panel)
+                mbarrier.wait(full.index(stage), phase)
+                if held < CHUNK:
+                    clear_behind(v, held)
+                    clear_behind(do, held)
+                if first_broken < CHUNK:
+                    barrier()
+                    clear_behind(do, first_broken, float("nan"))
+                if (held < CHUNK) | (first_broken < CHUNK):
+                    fence_async_shared()
+                    barrier()
+                zero = gl.zeros([CHUNK, PANEL], gl.float32, ACC)
+                KS = warpgroup_mma(ks, state.permute((1, 0)), zero, is_async=True)
+                QS = warpgroup_mma(qs, state.permute((1, 0)), zero, is_async=True)
+                KS, QS = warpgroup_mma_wait(0, deps=[KS, QS])
+                read = read + gl.sum(QS * do.load(ACC).to(gl.float32), 1) * (a * scale)
+                KS = KS * a[:, None]
+                R = v.load(ACC).to(gl.float32) - KS
+                seen = KS.to(gl.bfloat16)
+                narrow = R.to(gl.bfloat16)
+                v.store(narrow)
+                fence_async_shared()
+                barrier()
+                if panel == 0:
+                    mbarrier.wait(decayed, head & 1)
+                mbarrier.wait(left.index(panel), (head & 1) ^ 1)
+                U = warpgroup_mma(ts, v, zero, is_async=True)
+                dU = warpgroup_mma(ks, costate.permute((1, 0)), zero, is_async=True)
+                U, dU = warpgroup_mma_wait(0, deps=[U, dU])
+                u.store(U.to(gl.bfloat16))
+                dU = dU * r[:, None]
+                kappa = kappa + gl.sum(dU * U, 1)
+                dU = warpgroup_mma(fs.permute((1, 0)), do, dU, is_async=True)
+                DS = warpgroup_mma(state, costate.permute((1, 0)), zero, is_async=True)  # its diagonal is wanted
+                dU, DS = warpgroup_mma_wait(0, deps=[dU, DS])
+                passed = gl.sum(gl.where(row[:, None] == column[None, :], DS, 0.0), 1) * exp2(G_end)
+                read = read + passed
+                kappa = kappa + passed
+                v.store(dU.to(gl.bfloat16))
+                fence_async_shared()
+                barrier()
+                dR = warpgroup_mma(ts.permute((1, 0)), v, zero, is_async=True)
+                dR = warpgroup_mma_wait(0, deps=[dR])
+                read = read - gl.sum(dR * seen.to(gl.float32), 1)
+                error = error + gl.sum(dR * narrow.to(gl.float32), 1)
+                barrier()  # every warp's product has read dU
+                v.store(dR.to(gl.bfloat16))
+                if panel == 1:
+                    rows.index(0).store(read)
+                    rows.index(1).store(kappa)
+                    rows.index(2).store(error)
+                fence_async_shared()
+                barrier()
+                out = v.load(WIDE)
+                barrier()  # others may write there
+                mbarrier.arrive(made.index(panel), count=1)
+                at = ((token + wide_row).to(gl.int64) * HV + hv) * HEAD_DIM + panel * PANEL
+                gl.store(dv + at[:, None] + channel[None, :], out, mask=(wide_row < held)[:, None])
+                stage = stage + 1
+                phase = gl.where(stage == STAGES, phase ^ 1, phase)
+                stage = gl.where(stage == STAGES, 0, stage)
+            head = head + 1
+        mbarrier.arrive(item_left, count=1)
+        turn = turn + 1
+
+
+@gluon.jit
+def decay_ratios(decay, ACC: gl.constexpr):
+    """2^(G_i - G_j) for i >= j, above the diagonal 1: the smaller of what is there and 1."""
+    G_row = gl.load(decay + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)))
+    G_column = gl.load(decay + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC)))
+    return exp2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0))
+
+
+@gluon.jit
+def sums_before(M, before, ACC: gl.constexpr):
+    """Along rows, for each column the sum of those before it, in 16 bits."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    high = M.to(gl.bfloat16)
+    low = gl.convert_layout((M - high.to(gl.float32)).to(gl.bfloat16), LEFT)
+    high = gl.convert_layout(high, LEFT)
+    summed = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+    summed = warpgroup_mma(high, before, summed, is_async=True)
+    summed = warpgroup_mma(low, before, summed, is_async=True)
+    return warpgroup_mma_wait(0, deps=[summed, high, low])[0]
+
+
+@gluon.jit
+def decay_tiles(A, decay, ps, ts, fs, decayed, scale, ACC: gl.constexpr):
+    """T and F of a value head."""
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))[:, None]
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))[None, :]
+    w = gl.load(A + row * CHUNK + column)
+    E = decay_ratios(decay, ACC)
+    ts.store((w.to(gl.float32) * E).to(gl.bfloat16))
+    P = gl.where(row >= column, ps.load(ACC).to(gl.float32), 0.0)
+    fs.store((P * (E * scale)).to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(decayed, count=1)
+
+
+@gluon.jit
+def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
+    """P and K K^T of every item, T and F of every head; dP, dq and dg."""
+    qs, ks, vs, dos, states, costates, us, ps, before, rows, sums = places
+    empty, made, left = units
+    A, G, chunks, dq, dg, ts, fs, item_full, item_left, scored, decayed, dp_made, summed, items, NC, scale = given
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    FLAT: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0])
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
+    low = row[:, None] >= column[None, :]
+    strictly = row[:, None] > column[None, :]
+    left_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LEFT))
+    out_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))
+    channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT))
+    later = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, FLAT))
+    HV: gl.constexpr = H * GROUP
+    stage = 0
+    head = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        c = item // H
+        h = item % H
+        token = gl.load(chunks + 2 * c)
+        held = gl.load(chunks + 2 * c + 1)
+        first = (h * GROUP).to(gl.int64) * NC + c
+        mbarrier.wait(item_full, turn & 1)
+        if held < CHUNK:
+            clear_behind(qs, held)
+            clear_behind(ks, held)
+            fence_async_shared()
+            barrier()
+        zero = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+        P = warpgroup_mma(qs, ks.permute((1, 0)), zero, is_async=True)
+        KK = warpgroup_mma(ks, ks.permute((1, 0)), zero, is_async=True)
+        P, KK = warpgroup_mma_wait(0, deps=[P, KK])
+        ps.store(gl.where(low, P, KK).to(gl.bfloat16))
+        barrier()
+        mbarrier.arrive(scored, count=1)
+        decay_tiles(A + first * (CHUNK * CHUNK), G + first * CHUNK, ps, ts, fs, decayed, scale, ACC)
+        out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
+        for e in range(GROUP):
+            this = first + e * NC
+            decay = G + this * CHUNK
+            read = exp2(gl.load(decay + left_row)) * scale
+            dP = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+            for panel in gl.static_range(2):
+                do = dos.index(stage)
+                mbarrier.wait(made.index(panel), head & 1)
+                if panel == 1:
+                    if e + 1 < GROUP:  # the sooner, the better: `update` waits for them next
+                        following = this + NC
+                        decay_tiles(
+                            A + following * (CHUNK * CHUNK), G + following * CHUNK, ps, ts, fs, decayed, scale, ACC
+                        )
+                scaled = (do.load(LEFT).to(gl.float32) * read[:, None]).to(gl.bfloat16)
+                dP = warpgroup_mma(do, us.index(panel).permute((1, 0)), dP, is_async=True)
+                out = warpgroup_mma(scaled, states.index(stage), out, is_async=True)
+                dP, out, scaled = warpgroup_mma_wait(0, deps=[dP, out, scaled])
+                if panel == 1:
+                    dP = gl.where(low, dP * (decay_ratios(decay, ACC) * scale), 0.0)
+                    barrier()  # every warp has read dO
+                    do.store(dP.to(gl.bfloat16))
+                    fence_async_shared()
+                    barrier()
+                    mbarrier.arrive(dp_made, count=1)
+                    M = gl.where(strictly, dP * ps.load(ACC).to(gl.float32), 0.0)
+                    out = warpgroup_mma(do, ks, out, is_async=True)
+                    M = sums_before(M, before, ACC)
+                    out = warpgroup_mma_wait(0, deps=[out])
+                    of_token = rows.index(0).load(gl.SliceLayout(1, ACC))
+                    kappa = rows.index(1).load(gl.SliceLayout(1, ACC))
+                    M = gl.where(low, M + of_token[:, None], kappa[:, None])
+                    by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
+                barrier()
+                mbarrier.arrive(left.index(panel), count=1)
+                mbarrier.arrive(empty.index(stage), count=1)
+                stage = stage + 1
+                stage = gl.where(stage == STAGES, 0, stage)
+            mbarrier.wait(summed, head & 1)
+            sums.store(sums.load(by_warp.type.layout) + by_warp)
+            barrier()
+            total = gl.sum(sums.load(FLAT), 0)
+            at = (token + later).to(gl.int64) * HV + h * GROUP + e
+            gl.store(dg + at, total, mask=later < held)
+            head = head + 1
+        mbarrier.arrive(item_left, count=1)
+        at = ((token + out_row).to(gl.int64) * H + h) * HEAD_DIM
+        gl.store(dq + at[:, None] + channel[None, :], out.to(gl.bfloat16), mask=(out_row < held)[:, None])
+        turn = turn + 1
+
+
+@gluon.jit
+def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
+    """Y, dk and dbeta, and the share of Y in dg."""
+    qs, ks, vs, dos, states, costates, us, ps, before, rows, sums = places
+    empty, made, left = units
+    G, beta, chunks, dk, dbeta, item_left, scored, dp_made, summed, items, NC = given
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
+    strictly = row[:, None] > column[None, :]
+    left_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LEFT))
+    out_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))
+    channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT))
+    HV: gl.constexpr = H * GROUP
+    stage = 0
+    head = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        c = item // H
+        h = item % H
+        token = gl.load(chunks + 2 * c)
+        held = gl.load(chunks + 2 * c + 1)
+        mbarrier.wait(scored, turn & 1)
+        out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
+        for e in range(GROUP):
+            hv = h * GROUP + e
+            decay = G + (hv.to(gl.int64) * NC + c) * CHUNK
+            G_left = gl.load(decay + left_row)
+            taken = -exp2(G_left)
+            given_on = exp2(gl.load(decay + CHUNK - 1) - G_left)
+            Y = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+            for panel in gl.static_range(2):
+                v = vs.index(stage)
+                u = us.index(panel)
+                mbarrier.wait(made.index(panel), head & 1)
+                dr = (v.load(LEFT).to(gl.float32) * taken[:, None]).to(gl.bfloat16)
+                Y = warpgroup_mma(v, u.permute((1, 0)), Y, is_async=True)
+                out = warpgroup_mma(dr, states.index(stage), out, is_async=True)
+                Y, out, dr = warpgroup_mma_wait(0, deps=[Y, out, dr])
+                written = (u.load(LEFT).to(gl.float32) * given_on[:, None]).to(gl.bfloat16)
+                out = warpgroup_mma(written, costates.index(stage), out, is_async=True)
+                out, written = warpgroup_mma_wait(0, deps=[out, written])
+                if panel == 1:
+                    Y = gl.where(strictly, -Y * decay_ratios(decay, ACC), 0.0)
+                    barrier()  # every warp has read dR
+                    v.store(Y.to(gl.bfloat16))
+                    fence_async_shared()
+                    barrier()
+                    M = Y * ps.permute((1, 0)).load(ACC).to(gl.float32)
+                    error = gl.sum(M, 1) + rows.index(2).load(gl.SliceLayout(1, ACC))
+                    at = (token + row).to(gl.int64) * HV + hv
+                    strength = gl.load(beta + at, mask=row < held, other=1.0).to(gl.float32)
+                    gl.store(dbeta + at, error / away_from_zero(strength), mask=row < held)
+                    M = gl.where(row[:, None] >= column[None, :], sums_before(M, before, ACC), 0.0)
+                    by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
+                    mbarrier.wait(dp_made, head & 1)
+                    sums.store(by_warp)
+                    out = warpgroup_mma(v, ks, out, is_async=True)
+                    out = warpgroup_mma(v.permute((1, 0)), ks, out, is_async=True)
+                    out = warpgroup_mma(dos.index(stage).permute((1, 0)), qs, out, is_async=True)
+                    out = warpgroup_mma_wait(0, deps=[out])
+                barrier()
+                if panel == 1:
+                    mbarrier.arrive(summed, count=1)
+                mbarrier.arrive(left.index(panel), count=1)
+                mbarrier.arrive(empty.index(stage), count=1)
+                stage = stage + 1
+                stage = gl.where(stage == STAGES, 0, stage)
+            head = head + 1
+        mbarrier.arrive(item_left, count=1)
+        at = ((token + out_row).to(gl.int64) * H + h) * HEAD_DIM
+        gl.store(dk + at[:, None] + channel[None, :], out.to(gl.bfloat16), mask=(out_row < held)[:, None])
+        turn = turn + 1
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, do: Tensor, made: Prepared, states: Tensor, costates: Tensor,
+    chunks: Tensor, scale: float, *, programs: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Launches the kernel; ready q, k [T, H, 128], v, do [T, HV, 128] bf16, rows of any pitch; beta [T, HV] fp32 or
+    bf16; the state at every chunk's start and its adjoint at every chunk's end [NC, HV, V, K] bf16; chunks [NC, 2] int32.
+    programs: at most so many, as many as run at once.
+
+    Returns dq, dk like q, dv like v, dense, and dg, dbeta [T, HV] fp32; of tokens outside all chunks they are zero.
+    """
+    (T, H, D), HV, NC = k.shape, v.shape[1], len(chunks)
+    A, G, broken, _, lengths = made
+    assert lengths is None, "the gradients take ready q and k"
+    empty = torch.empty
+    of = {"device": k.device}
+    dq, dk, dv = (empty(T, heads, D, dtype=k.dtype, **of) for heads in (H, H, HV))
+    dg, dbeta = (empty(T, HV, dtype=torch.float32, **of) for _ in range(2))
+    if NC:
+        launch(
+            gradients_kernel, (min(programs, NC * H),), row_tiles(q), row_tiles(k), row_tiles(v, 64), row_tiles(do, 64),
+            tiles(states, 128, 64, 128), tiles(costates, 128, 64, 128), A, G, beta, broken, chunks, dq, dk, dv, dg,
+            dbeta, NC * H, NC, scale, H=H, GROUP=HV // H, num_warps=4, **LAUNCH,
+        )  # fmt: skip
+    return dq, dk, dv, dg, dbeta
