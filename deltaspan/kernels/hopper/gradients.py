@@ -29,7 +29,7 @@ key that breaks the promise of unit keys turns dO into NaN from its row on: dq f
 import torch
 from torch import Tensor
 
-from deltaspan.kernels.hopper.forward import clear_behind
+from deltaspan.kernels.hopper.forward import clear_behind, late
 from deltaspan.kernels.hopper.gluon import (
     barrier,
     exp2,
@@ -39,6 +39,7 @@ from deltaspan.kernels.hopper.gluon import (
     launch,
     load_tile,
     mbarrier,
+    narrowed,
     row_tiles,
     tiles,
     warpgroup_mma,
@@ -175,12 +176,13 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
     empty, made, left = units
     G, broken, chunks, dv, ts, fs, full, item_left, scored, decayed, items, NC, scale = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
-    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
-    wide_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))
-    channel = gl.arange(0, PANEL, layout=gl.SliceLayout(0, WIDE))
+    row = gl.arange(0, CHUNK, layout=ROW)
     HV: gl.constexpr = H * GROUP
+    read = gl.zeros([CHUNK], gl.float32, ROW)
+    kappa = gl.zeros([CHUNK], gl.float32, ROW)
+    error = gl.zeros([CHUNK], gl.float32, ROW)
     stage = 0
     phase = 0
     head = 0
@@ -192,92 +194,110 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
         held = gl.load(chunks + 2 * c + 1)
         first_broken = gl.load(broken + h * NC + c)
         mbarrier.wait(scored, turn & 1)
-        for e in range(GROUP):
-            hv = h * GROUP + e
+        for unit in range(2 * GROUP):
+            panel = unit & 1
+            hv = h * GROUP + (unit >> 1)
             decay = G + (hv.to(gl.int64) * NC + c) * CHUNK
             G_row = gl.load(decay + row)
             G_end = gl.load(decay + CHUNK - 1)
+            v = vs.index(stage)
+            do = dos.index(stage)
+            state = states.index(stage)
+            costate = costates.index(stage)
+            u = us.index(panel)
+            mbarrier.wait(full.index(stage), phase)
+            if held < CHUNK:
+                clear_behind(v, held)
+                clear_behind(do, held)
+            if first_broken < CHUNK:
+                barrier()
+                clear_behind(do, first_broken, float("nan"))
+            if (held < CHUNK) | (first_broken < CHUNK):
+                fence_async_shared()
+                barrier()
+            zero = gl.zeros([CHUNK, PANEL], gl.float32, ACC)
+            KS = warpgroup_mma(ks, state.permute((1, 0)), zero, is_async=True)
+            QS = warpgroup_mma(qs, state.permute((1, 0)), zero, is_async=True)
+            KS, QS = warpgroup_mma_wait(0, deps=[KS, QS])
             a = exp2(G_row)
-            r = exp2(G_end - G_row)
-            read = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, ACC))
-            kappa = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, ACC))
-            error = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, ACC))
-            for panel in gl.static_range(2):
-                v = vs.index(stage)
-                do = dos.index(stage)
-                state = states.index(stage)
-                costate = costates.index(stage)
-                u = us.index(panel)
-                mbarrier.wait(full.index(stage), phase)
-                if held < CHUNK:
-                    clear_behind(v, held)
-                    clear_behind(do, held)
-                if first_broken < CHUNK:
-                    barrier()
-                    clear_behind(do, first_broken, float("nan"))
-                if (held < CHUNK) | (first_broken < CHUNK):
-                    fence_async_shared()
-                    barrier()
-                zero = gl.zeros([CHUNK, PANEL], gl.float32, ACC)
-                KS = warpgroup_mma(ks, state.permute((1, 0)), zero, is_async=True)
-                QS = warpgroup_mma(qs, state.permute((1, 0)), zero, is_async=True)
-                KS, QS = warpgroup_mma_wait(0, deps=[KS, QS])
-                read = read + gl.sum(QS * do.load(ACC).to(gl.float32), 1) * (a * scale)
-                KS = KS * a[:, None]
-                R = v.load(ACC).to(gl.float32) - KS
-                seen = KS.to(gl.bfloat16)
-                narrow = R.to(gl.bfloat16)
-                v.store(narrow)
-                fence_async_shared()
-                barrier()
-                if panel == 0:
-                    mbarrier.wait(decayed, head & 1)
-                mbarrier.wait(left.index(panel), (head & 1) ^ 1)
-                U = warpgroup_mma(ts, v, zero, is_async=True)
-                dU = warpgroup_mma(ks, costate.permute((1, 0)), zero, is_async=True)
-                U, dU = warpgroup_mma_wait(0, deps=[U, dU])
-                u.store(U.to(gl.bfloat16))
-                dU = dU * r[:, None]
-                kappa = kappa + gl.sum(dU * U, 1)
-                dU = warpgroup_mma(fs.permute((1, 0)), do, dU, is_async=True)
-                DS = warpgroup_mma(state, costate.permute((1, 0)), zero, is_async=True)  # its diagonal is wanted
-                dU, DS = warpgroup_mma_wait(0, deps=[dU, DS])
-                passed = gl.sum(gl.where(row[:, None] == column[None, :], DS, 0.0), 1) * exp2(G_end)
-                read = read + passed
-                kappa = kappa + passed
-                v.store(dU.to(gl.bfloat16))
-                fence_async_shared()
-                barrier()
-                dR = warpgroup_mma(ts.permute((1, 0)), v, zero, is_async=True)
-                dR = warpgroup_mma_wait(0, deps=[dR])
-                read = read - gl.sum(dR * seen.to(gl.float32), 1)
-                error = error + gl.sum(dR * narrow.to(gl.float32), 1)
-                barrier()  # every warp's product has read dU
-                v.store(dR.to(gl.bfloat16))
-                if panel == 1:
-                    rows.index(0).store(read)
-                    rows.index(1).store(kappa)
-                    rows.index(2).store(error)
-                fence_async_shared()
-                barrier()
-                out = v.load(WIDE)
-                barrier()  # others may write there
-                mbarrier.arrive(made.index(panel), count=1)
-                at = ((token + wide_row).to(gl.int64) * HV + hv) * HEAD_DIM + panel * PANEL
-                gl.store(dv + at[:, None] + channel[None, :], out, mask=(wide_row < held)[:, None])
-                stage = stage + 1
-                phase = gl.where(stage == STAGES, phase ^ 1, phase)
-                stage = gl.where(stage == STAGES, 0, stage)
-            head = head + 1
+            of_panel = gl.sum(QS * do.load(ACC).to(gl.float32), 1) * (a * scale)
+            read = of_panel + gl.where(panel == 0, 0.0, read)
+            KS = KS * a[:, None]
+            seen = narrowed(KS)
+            narrow = narrowed(v.load(ACC).to(gl.float32) - KS)
+            v.store(narrow)
+            fence_async_shared()
+            barrier()
+            mbarrier.wait(decayed, head & 1)
+            mbarrier.wait(left.index(panel), (head & 1) ^ 1)
+            U = warpgroup_mma(ts, v, zero, is_async=True)
+            dU = warpgroup_mma(ks, costate.permute((1, 0)), zero, is_async=True)
+            U, dU = warpgroup_mma_wait(0, deps=[U, dU])
+            u.store(U.to(gl.bfloat16))
+            dU = dU * exp2(G_end - G_row)[:, None]
+            kappa = gl.sum(dU * U, 1) + gl.where(panel == 0, 0.0, kappa)
+            dU = warpgroup_mma(fs.permute((1, 0)), do, dU, is_async=True)
+            DS = warpgroup_mma(state, costate.permute((1, 0)), zero, is_async=True)  # its diagonal is wanted
+            dU, DS = warpgroup_mma_wait(0, deps=[dU, DS])
+            v.store(dU.to(gl.bfloat16))
+            passed = gl.sum(on_diagonal(DS, ACC), 1) * exp2(G_end)
+            read = read + passed
+            kappa = kappa + passed
+            fence_async_shared()
+            barrier()
+            dR = warpgroup_mma(ts.permute((1, 0)), v, zero, is_async=True)
+            dR = warpgroup_mma_wait(0, deps=[dR])
+            barrier()  # every warp's product has read dU
+            v.store(dR.to(gl.bfloat16))
+            read = read - gl.sum(dR * seen.to(gl.float32), 1)
+            error = gl.sum(dR * narrow.to(gl.float32), 1) + gl.where(panel == 0, 0.0, error)
+            if panel == 1:
+                rows.index(0).store(read)
+                rows.index(1).store(kappa)
+                rows.index(2).store(error)
+            fence_async_shared()
+            barrier()
+            out = v.load(WIDE)
+            barrier()  # others may write there
+            mbarrier.arrive(made.index(panel), count=1)
+            store_rows(dv, out, token, held, HV, hv, panel * PANEL, WIDE)
+            head = head + panel
+            stage = stage + 1
+            phase = gl.where(stage == STAGES, phase ^ 1, phase)
+            stage = gl.where(stage == STAGES, 0, stage)
         mbarrier.arrive(item_left, count=1)
         turn = turn + 1
 
 
 @gluon.jit
+def store_rows(to, x, token, held, heads, head, first, LAYOUT: gl.constexpr):
+    """Rows of a chunk to [T, heads, 128], from channel `first` on, as far as there are tokens."""
+    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT)))
+    channel = late(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT)))
+    at = ((token + row).to(gl.int64) * heads + head) * HEAD_DIM + first
+    gl.store(to + at[:, None] + channel[None, :], x, mask=(row < held)[:, None])
+
+
+@gluon.jit
+def on_diagonal(x, ACC: gl.constexpr):
+    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)))
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
+    return gl.where(row[:, None] == column[None, :], x, 0.0)
+
+
+@gluon.jit
+def below(diagonal: gl.constexpr, ACC: gl.constexpr):
+    """Where i - j is at least this, of a chunk's square."""
+    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)))
+    column = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC)))
+    return row[:, None] >= column[None, :] + diagonal
+
+
+@gluon.jit
 def decay_ratios(decay, ACC: gl.constexpr):
     """2^(G_i - G_j) for i >= j, above the diagonal 1: the smaller of what is there and 1."""
-    G_row = gl.load(decay + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)))
-    G_column = gl.load(decay + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC)))
+    G_row = gl.load(decay + late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))))
+    G_column = gl.load(decay + late(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))))
     return exp2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0))
 
 
@@ -285,8 +305,8 @@ def decay_ratios(decay, ACC: gl.constexpr):
 def sums_before(M, before, ACC: gl.constexpr):
     """Along rows, for each column the sum of those before it, in 16 bits."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    high = M.to(gl.bfloat16)
-    low = gl.convert_layout((M - high.to(gl.float32)).to(gl.bfloat16), LEFT)
+    high = narrowed(M)
+    low = gl.convert_layout(narrowed(M - high.to(gl.float32)), LEFT)
     high = gl.convert_layout(high, LEFT)
     summed = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
     summed = warpgroup_mma(high, before, summed, is_async=True)
@@ -297,12 +317,12 @@ def sums_before(M, before, ACC: gl.constexpr):
 @gluon.jit
 def decay_tiles(A, decay, ps, ts, fs, decayed, scale, ACC: gl.constexpr):
     """T and F of a value head."""
-    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))[:, None]
-    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))[None, :]
+    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)))[:, None]
+    column = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC)))[None, :]
     w = gl.load(A + row * CHUNK + column)
     E = decay_ratios(decay, ACC)
     ts.store((w.to(gl.float32) * E).to(gl.bfloat16))
-    P = gl.where(row >= column, ps.load(ACC).to(gl.float32), 0.0)
+    P = gl.where(below(0, ACC), ps.load(ACC).to(gl.float32), 0.0)
     fs.store((P * (E * scale)).to(gl.bfloat16))
     fence_async_shared()
     barrier()
@@ -319,13 +339,7 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     FLAT: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0])
-    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
-    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
-    low = row[:, None] >= column[None, :]
-    strictly = row[:, None] > column[None, :]
     left_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LEFT))
-    out_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))
-    channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT))
     later = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, FLAT))
     HV: gl.constexpr = H * GROUP
     stage = 0
@@ -347,7 +361,7 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
         P = warpgroup_mma(qs, ks.permute((1, 0)), zero, is_async=True)
         KK = warpgroup_mma(ks, ks.permute((1, 0)), zero, is_async=True)
         P, KK = warpgroup_mma_wait(0, deps=[P, KK])
-        ps.store(gl.where(low, P, KK).to(gl.bfloat16))
+        ps.store(gl.where(below(0, ACC), P, KK).to(gl.bfloat16))
         barrier()
         mbarrier.arrive(scored, count=1)
         decay_tiles(A + first * (CHUNK * CHUNK), G + first * CHUNK, ps, ts, fs, decayed, scale, ACC)
@@ -355,7 +369,7 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
         for e in range(GROUP):
             this = first + e * NC
             decay = G + this * CHUNK
-            read = exp2(gl.load(decay + left_row)) * scale
+            read = exp2(gl.load(decay + late(left_row))) * scale
             dP = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             for panel in gl.static_range(2):
                 do = dos.index(stage)
@@ -366,24 +380,24 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
                         decay_tiles(
                             A + following * (CHUNK * CHUNK), G + following * CHUNK, ps, ts, fs, decayed, scale, ACC
                         )
-                scaled = (do.load(LEFT).to(gl.float32) * read[:, None]).to(gl.bfloat16)
+                scaled = narrowed(do.load(LEFT).to(gl.float32) * read[:, None])
                 dP = warpgroup_mma(do, us.index(panel).permute((1, 0)), dP, is_async=True)
                 out = warpgroup_mma(scaled, states.index(stage), out, is_async=True)
                 dP, out, scaled = warpgroup_mma_wait(0, deps=[dP, out, scaled])
                 if panel == 1:
-                    dP = gl.where(low, dP * (decay_ratios(decay, ACC) * scale), 0.0)
+                    dP = gl.where(below(0, ACC), dP * (decay_ratios(decay, ACC) * scale), 0.0)
                     barrier()  # every warp has read dO
                     do.store(dP.to(gl.bfloat16))
                     fence_async_shared()
                     barrier()
                     mbarrier.arrive(dp_made, count=1)
-                    M = gl.where(strictly, dP * ps.load(ACC).to(gl.float32), 0.0)
+                    M = gl.where(below(1, ACC), dP * ps.load(ACC).to(gl.float32), 0.0)
                     out = warpgroup_mma(do, ks, out, is_async=True)
                     M = sums_before(M, before, ACC)
                     out = warpgroup_mma_wait(0, deps=[out])
                     of_token = rows.index(0).load(gl.SliceLayout(1, ACC))
                     kappa = rows.index(1).load(gl.SliceLayout(1, ACC))
-                    M = gl.where(low, M + of_token[:, None], kappa[:, None])
+                    M = gl.where(below(0, ACC), M + of_token[:, None], kappa[:, None])
                     by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
                 barrier()
                 mbarrier.arrive(left.index(panel), count=1)
@@ -394,12 +408,12 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             sums.store(sums.load(by_warp.type.layout) + by_warp)
             barrier()
             total = gl.sum(sums.load(FLAT), 0)
-            at = (token + later).to(gl.int64) * HV + h * GROUP + e
-            gl.store(dg + at, total, mask=later < held)
+            index = late(later)
+            at = (token + index).to(gl.int64) * HV + h * GROUP + e
+            gl.store(dg + at, total, mask=index < held)
             head = head + 1
         mbarrier.arrive(item_left, count=1)
-        at = ((token + out_row).to(gl.int64) * H + h) * HEAD_DIM
-        gl.store(dq + at[:, None] + channel[None, :], out.to(gl.bfloat16), mask=(out_row < held)[:, None])
+        store_rows(dq, out.to(gl.bfloat16), token, held, H, h, 0, OUT)
         turn = turn + 1
 
 
@@ -413,11 +427,7 @@ def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
-    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
-    strictly = row[:, None] > column[None, :]
     left_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LEFT))
-    out_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))
-    channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT))
     HV: gl.constexpr = H * GROUP
     stage = 0
     head = 0
@@ -432,7 +442,7 @@ def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
         for e in range(GROUP):
             hv = h * GROUP + e
             decay = G + (hv.to(gl.int64) * NC + c) * CHUNK
-            G_left = gl.load(decay + left_row)
+            G_left = gl.load(decay + late(left_row))
             taken = -exp2(G_left)
             given_on = exp2(gl.load(decay + CHUNK - 1) - G_left)
             Y = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
@@ -440,25 +450,26 @@ def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
                 v = vs.index(stage)
                 u = us.index(panel)
                 mbarrier.wait(made.index(panel), head & 1)
-                dr = (v.load(LEFT).to(gl.float32) * taken[:, None]).to(gl.bfloat16)
+                dr = narrowed(v.load(LEFT).to(gl.float32) * taken[:, None])
                 Y = warpgroup_mma(v, u.permute((1, 0)), Y, is_async=True)
                 out = warpgroup_mma(dr, states.index(stage), out, is_async=True)
                 Y, out, dr = warpgroup_mma_wait(0, deps=[Y, out, dr])
-                written = (u.load(LEFT).to(gl.float32) * given_on[:, None]).to(gl.bfloat16)
+                written = narrowed(u.load(LEFT).to(gl.float32) * given_on[:, None])
                 out = warpgroup_mma(written, costates.index(stage), out, is_async=True)
                 out, written = warpgroup_mma_wait(0, deps=[out, written])
                 if panel == 1:
-                    Y = gl.where(strictly, -Y * decay_ratios(decay, ACC), 0.0)
+                    Y = gl.where(below(1, ACC), -Y * decay_ratios(decay, ACC), 0.0)
                     barrier()  # every warp has read dR
                     v.store(Y.to(gl.bfloat16))
                     fence_async_shared()
                     barrier()
                     M = Y * ps.permute((1, 0)).load(ACC).to(gl.float32)
                     error = gl.sum(M, 1) + rows.index(2).load(gl.SliceLayout(1, ACC))
-                    at = (token + row).to(gl.int64) * HV + hv
-                    strength = gl.load(beta + at, mask=row < held, other=1.0).to(gl.float32)
-                    gl.store(dbeta + at, error / away_from_zero(strength), mask=row < held)
-                    M = gl.where(row[:, None] >= column[None, :], sums_before(M, before, ACC), 0.0)
+                    index = late(row)
+                    at = (token + index).to(gl.int64) * HV + hv
+                    strength = gl.load(beta + at, mask=index < held, other=1.0).to(gl.float32)
+                    gl.store(dbeta + at, error / away_from_zero(strength), mask=index < held)
+                    M = gl.where(below(0, ACC), sums_before(M, before, ACC), 0.0)
                     by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
                     mbarrier.wait(dp_made, head & 1)
                     sums.store(by_warp)
@@ -475,8 +486,7 @@ def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
                 stage = gl.where(stage == STAGES, 0, stage)
             head = head + 1
         mbarrier.arrive(item_left, count=1)
-        at = ((token + out_row).to(gl.int64) * H + h) * HEAD_DIM
-        gl.store(dk + at[:, None] + channel[None, :], out.to(gl.bfloat16), mask=(out_row < held)[:, None])
+        store_rows(dk, out.to(gl.bfloat16), token, held, H, h, 0, OUT)
         turn = turn + 1
 
 
