@@ -71,17 +71,17 @@ def gradients_kernel(
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    qs = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, HEAD_DIM], q_tiles.layout)
-    ks = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, HEAD_DIM], k_tiles.layout)
+    qs = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, HEAD_DIM], q_tiles.layout)  # Q; and dk
+    ks = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, HEAD_DIM], k_tiles.layout)
     vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, PANEL], v_tiles.layout)  # V, then R, dU, dR; and Y
     dos = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, PANEL], do_tiles.layout)  # dO; and dP
     states = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PANEL, HEAD_DIM], S_tiles.layout)
     costates = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PANEL, HEAD_DIM], D_tiles.layout)
     us = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, PANEL], SQUARE)
-    ts = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SQUARE)
-    fs = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SQUARE)
-    ps = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SQUARE)  # P, and K K^T above the diagonal
-    before = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SQUARE)  # ones where l < j
+    tfs = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, 2 * CHUNK], k_tiles.layout)  # T and F; and dq
+    ps = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, CHUNK], SQUARE)  # P, and K K^T above the diagonal
+    before = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, CHUNK], SQUARE)  # ones where l < j
+    gs = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
     rows = gl.allocate_shared_memory(gl.float32, [4, CHUNK], LINE)  # of a token: what is read, kappa, <dR, R>
     sums = gl.allocate_shared_memory(gl.float32, [4, CHUNK], PLAIN)  # of dg, by warps
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -108,14 +108,14 @@ def gradients_kernel(
     mbarrier.init(summed, count=1)
     l = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ROW))
     j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ROW))
-    before.store(gl.where(l[:, None] < j[None, :], 1.0, 0.0).to(gl.bfloat16))
+    before.index(0).store(gl.where(l[:, None] < j[None, :], 1.0, 0.0).to(gl.bfloat16))
     fence_async_shared()
     barrier()
 
-    places = qs, ks, vs, dos, states, costates, us, ps, before, rows, sums
+    places = qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, rows, sums
     units = empty, made, left
-    updating = G, broken, chunks, dv, ts, fs, full, item_left, scored, decayed, items, NC, scale
-    querying = A, G, chunks, dq, dg, ts, fs, item_full, item_left, scored, decayed, dp_made, summed, items, NC, scale
+    updating = G, broken, chunks, dv, full, item_left, scored, decayed, items, NC, scale
+    querying = A, G, chunks, dq, dg, item_full, item_left, scored, decayed, dp_made, summed, items, NC, scale
     keying = G, beta, chunks, dk, dbeta, item_left, scored, dp_made, summed, items, NC
     loading = (
         q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, qs, ks, vs, dos, states, costates, full, empty,
@@ -164,17 +164,17 @@ def load(given, H: gl.constexpr, GROUP: gl.constexpr):
             if e == 0:
                 mbarrier.wait(item_left, (turn & 1) ^ 1)
                 mbarrier.expect(item_full, 2 * CHUNK * HEAD_DIM * 2)
-                load_tile(k_tiles, [token, h * HEAD_DIM], item_full, ks)
-                load_tile(q_tiles, [token, h * HEAD_DIM], item_full, qs)
+                load_tile(k_tiles, [token, h * HEAD_DIM], item_full, ks.index(0))
+                load_tile(q_tiles, [token, h * HEAD_DIM], item_full, qs.index(0))
         turn = turn + 1
 
 
 @gluon.jit
 def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
     """U and dR of every unit, and of a token's inner products those that they take part in."""
-    qs, ks, vs, dos, states, costates, us, ps, before, rows, sums = places
+    qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, rows, sums = places
     empty, made, left = units
-    G, broken, chunks, dv, ts, fs, full, item_left, scored, decayed, items, NC, scale = given
+    G, broken, chunks, dv, full, item_left, scored, decayed, items, NC, scale = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -200,6 +200,11 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             decay = G + (hv.to(gl.int64) * NC + c) * CHUNK
             G_row = gl.load(decay + row)
             G_end = gl.load(decay + CHUNK - 1)
+            here = in_place(unit, items)
+            q = qs.index(here)
+            k = ks.index(here)
+            t = tfs.index(here).slice(0, CHUNK, 1)
+            f = tfs.index(here).slice(CHUNK, CHUNK, 1)
             v = vs.index(stage)
             do = dos.index(stage)
             state = states.index(stage)
@@ -216,8 +221,8 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
                 fence_async_shared()
                 barrier()
             zero = gl.zeros([CHUNK, PANEL], gl.float32, ACC)
-            KS = warpgroup_mma(ks, state.permute((1, 0)), zero, is_async=True)
-            QS = warpgroup_mma(qs, state.permute((1, 0)), zero, is_async=True)
+            KS = warpgroup_mma(k, state.permute((1, 0)), zero, is_async=True)
+            QS = warpgroup_mma(q, state.permute((1, 0)), zero, is_async=True)
             KS, QS = warpgroup_mma_wait(0, deps=[KS, QS])
             a = exp2(G_row)
             of_panel = gl.sum(QS * do.load(ACC).to(gl.float32), 1) * (a * scale)
@@ -230,13 +235,13 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             barrier()
             mbarrier.wait(decayed, head & 1)
             mbarrier.wait(left.index(panel), (head & 1) ^ 1)
-            U = warpgroup_mma(ts, v, zero, is_async=True)
-            dU = warpgroup_mma(ks, costate.permute((1, 0)), zero, is_async=True)
+            U = warpgroup_mma(t, v, zero, is_async=True)
+            dU = warpgroup_mma(k, costate.permute((1, 0)), zero, is_async=True)
             U, dU = warpgroup_mma_wait(0, deps=[U, dU])
             u.store(U.to(gl.bfloat16))
             dU = dU * exp2(G_end - G_row)[:, None]
             kappa = gl.sum(dU * U, 1) + gl.where(panel == 0, 0.0, kappa)
-            dU = warpgroup_mma(fs.permute((1, 0)), do, dU, is_async=True)
+            dU = warpgroup_mma(f.permute((1, 0)), do, dU, is_async=True)
             DS = warpgroup_mma(state, costate.permute((1, 0)), zero, is_async=True)  # its diagonal is wanted
             dU, DS = warpgroup_mma_wait(0, deps=[dU, DS])
             v.store(dU.to(gl.bfloat16))
@@ -245,7 +250,7 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             kappa = kappa + passed
             fence_async_shared()
             barrier()
-            dR = warpgroup_mma(ts.permute((1, 0)), v, zero, is_async=True)
+            dR = warpgroup_mma(t.permute((1, 0)), v, zero, is_async=True)
             dR = warpgroup_mma_wait(0, deps=[dR])
             barrier()  # every warp's product has read dU
             v.store(dR.to(gl.bfloat16))
@@ -270,12 +275,21 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(to, x, token, held, heads, head, first, LAYOUT: gl.constexpr):
+def store_rows(to, x, token, held, heads, head, first, WIDE: gl.constexpr):
     """Rows of a chunk to [T, heads, 128], from channel `first` on, as far as there are tokens."""
-    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT)))
-    channel = late(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT)))
+    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE)))
+    channel = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, WIDE))
     at = ((token + row).to(gl.int64) * heads + head) * HEAD_DIM + first
     gl.store(to + at[:, None] + channel[None, :], x, mask=(row < held)[:, None])
+
+
+@gluon.jit
+def by_rows(place, x, WIDE: gl.constexpr):
+    """x in bf16 as it is stored to memory, by way of a place that nobody reads any more."""
+    place.store(x.to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    return place.load(WIDE)
 
 
 @gluon.jit
@@ -286,19 +300,27 @@ def on_diagonal(x, ACC: gl.constexpr):
 
 
 @gluon.jit
-def below(diagonal: gl.constexpr, ACC: gl.constexpr):
-    """Where i - j is at least this, of a chunk's square."""
-    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)))
-    column = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC)))
-    return row[:, None] >= column[None, :] + diagonal
+def in_place(count, other):
+    """0 for what is not negative, as the compiler does not know: what depends on it is not kept in registers over a loop
+    that counts."""
+    return (count | other) >> 31
 
 
 @gluon.jit
-def decay_ratios(decay, ACC: gl.constexpr):
+def lower(before, ACC: gl.constexpr):
+    """Where i >= j, of a chunk's square."""
+    return before.load(ACC).to(gl.float32) == 0.0
+
+
+@gluon.jit
+def strictly_lower(before, ACC: gl.constexpr):
+    return before.permute((1, 0)).load(ACC).to(gl.float32) != 0.0
+
+
+@gluon.jit
+def decay_ratios(G, ACC: gl.constexpr):
     """2^(G_i - G_j) for i >= j, above the diagonal 1: the smaller of what is there and 1."""
-    G_row = gl.load(decay + late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))))
-    G_column = gl.load(decay + late(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))))
-    return exp2(gl.minimum(G_row[:, None] - G_column[None, :], 0.0))
+    return exp2(gl.minimum(G.load(gl.SliceLayout(1, ACC))[:, None] - G.load(gl.SliceLayout(0, ACC))[None, :], 0.0))
 
 
 @gluon.jit
@@ -315,15 +337,18 @@ def sums_before(M, before, ACC: gl.constexpr):
 
 
 @gluon.jit
-def decay_tiles(A, decay, ps, ts, fs, decayed, scale, ACC: gl.constexpr):
-    """T and F of a value head."""
-    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)))[:, None]
-    column = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC)))[None, :]
-    w = gl.load(A + row * CHUNK + column)
-    E = decay_ratios(decay, ACC)
-    ts.store((w.to(gl.float32) * E).to(gl.bfloat16))
-    P = gl.where(below(0, ACC), ps.load(ACC).to(gl.float32), 0.0)
-    fs.store((P * (E * scale)).to(gl.bfloat16))
+def decay_tiles(A, decay, G, p, tf, before, decayed, scale, ACC: gl.constexpr):
+    """T and F of a value head, and its G."""
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)))
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
+    w = gl.load(A + row[:, None] * CHUNK + column[None, :])
+    G.store(gl.load(decay + late(gl.arange(0, CHUNK, layout=FLAT))))
+    barrier()
+    E = decay_ratios(G, ACC)
+    tf.slice(0, CHUNK, 1).store((w.to(gl.float32) * E).to(gl.bfloat16))
+    P = gl.where(lower(before, ACC), p.load(ACC).to(gl.float32), 0.0)
+    tf.slice(CHUNK, CHUNK, 1).store((P * (E * scale)).to(gl.bfloat16))
     fence_async_shared()
     barrier()
     mbarrier.arrive(decayed, count=1)
@@ -332,12 +357,13 @@ def decay_tiles(A, decay, ps, ts, fs, decayed, scale, ACC: gl.constexpr):
 @gluon.jit
 def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
     """P and K K^T of every item, T and F of every head; dP, dq and dg."""
-    qs, ks, vs, dos, states, costates, us, ps, before, rows, sums = places
+    qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, rows, sums = places
     empty, made, left = units
-    A, G, chunks, dq, dg, ts, fs, item_full, item_left, scored, decayed, dp_made, summed, items, NC, scale = given
+    A, G, chunks, dq, dg, item_full, item_left, scored, decayed, dp_made, summed, items, NC, scale = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0])
     left_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LEFT))
     later = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, FLAT))
@@ -351,22 +377,30 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
         token = gl.load(chunks + 2 * c)
         held = gl.load(chunks + 2 * c + 1)
         first = (h * GROUP).to(gl.int64) * NC + c
+        here = in_place(turn, items)
+        q = qs.index(here)
+        k = ks.index(here)
         mbarrier.wait(item_full, turn & 1)
         if held < CHUNK:
-            clear_behind(qs, held)
-            clear_behind(ks, held)
+            clear_behind(q, held)
+            clear_behind(k, held)
             fence_async_shared()
             barrier()
         zero = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
-        P = warpgroup_mma(qs, ks.permute((1, 0)), zero, is_async=True)
-        KK = warpgroup_mma(ks, ks.permute((1, 0)), zero, is_async=True)
+        P = warpgroup_mma(q, k.permute((1, 0)), zero, is_async=True)
+        KK = warpgroup_mma(k, k.permute((1, 0)), zero, is_async=True)
         P, KK = warpgroup_mma_wait(0, deps=[P, KK])
-        ps.store(gl.where(below(0, ACC), P, KK).to(gl.bfloat16))
+        ps.index(here).store(gl.where(lower(before.index(here), ACC), P, KK).to(gl.bfloat16))
         barrier()
         mbarrier.arrive(scored, count=1)
-        decay_tiles(A + first * (CHUNK * CHUNK), G + first * CHUNK, ps, ts, fs, decayed, scale, ACC)
+        tf = tfs.index(here)
+        decay_tiles(
+            A + first * (CHUNK * CHUNK), G + first * CHUNK, gs.index(head & 1), ps.index(here), tf, before.index(here),
+            decayed, scale, ACC,
+        )  # fmt: skip
         out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
         for e in range(GROUP):
+            here = in_place(head, items)
             this = first + e * NC
             decay = G + this * CHUNK
             read = exp2(gl.load(decay + late(left_row))) * scale
@@ -378,26 +412,29 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
                     if e + 1 < GROUP:  # the sooner, the better: `update` waits for them next
                         following = this + NC
                         decay_tiles(
-                            A + following * (CHUNK * CHUNK), G + following * CHUNK, ps, ts, fs, decayed, scale, ACC
-                        )
+                            A + following * (CHUNK * CHUNK), G + following * CHUNK, gs.index((head & 1) ^ 1),
+                            ps.index(here), tfs.index(here), before.index(here), decayed, scale, ACC,
+                        )  # fmt: skip
                 scaled = narrowed(do.load(LEFT).to(gl.float32) * read[:, None])
-                dP = warpgroup_mma(do, us.index(panel).permute((1, 0)), dP, is_async=True)
+                dP = warpgroup_mma(do, us.index(here + panel).permute((1, 0)), dP, is_async=True)
                 out = warpgroup_mma(scaled, states.index(stage), out, is_async=True)
                 dP, out, scaled = warpgroup_mma_wait(0, deps=[dP, out, scaled])
                 if panel == 1:
-                    dP = gl.where(below(0, ACC), dP * (decay_ratios(decay, ACC) * scale), 0.0)
+                    E = decay_ratios(gs.index(head & 1), ACC) * scale
+                    dP = gl.where(lower(before.index(here), ACC), dP * E, 0.0)
                     barrier()  # every warp has read dO
                     do.store(dP.to(gl.bfloat16))
                     fence_async_shared()
                     barrier()
                     mbarrier.arrive(dp_made, count=1)
-                    M = gl.where(below(1, ACC), dP * ps.load(ACC).to(gl.float32), 0.0)
-                    out = warpgroup_mma(do, ks, out, is_async=True)
-                    M = sums_before(M, before, ACC)
+                    M = dP * ps.index(here).load(ACC).to(gl.float32)
+                    M = gl.where(strictly_lower(before.index(here), ACC), M, 0.0)
+                    out = warpgroup_mma(do, ks.index(here), out, is_async=True)
+                    M = sums_before(M, before.index(here), ACC)
                     out = warpgroup_mma_wait(0, deps=[out])
                     of_token = rows.index(0).load(gl.SliceLayout(1, ACC))
                     kappa = rows.index(1).load(gl.SliceLayout(1, ACC))
-                    M = gl.where(below(0, ACC), M + of_token[:, None], kappa[:, None])
+                    M = gl.where(lower(before.index(here), ACC), M + of_token[:, None], kappa[:, None])
                     by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
                 barrier()
                 mbarrier.arrive(left.index(panel), count=1)
@@ -413,20 +450,22 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             gl.store(dg + at, total, mask=index < held)
             head = head + 1
         mbarrier.arrive(item_left, count=1)
-        store_rows(dq, out.to(gl.bfloat16), token, held, H, h, 0, OUT)
+        store_rows(dq, by_rows(tfs.index(here), out, WIDE), token, held, H, h, 0, WIDE)
+        barrier()  # before T and F are written there
         turn = turn + 1
 
 
 @gluon.jit
 def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
     """Y, dk and dbeta, and the share of Y in dg."""
-    qs, ks, vs, dos, states, costates, us, ps, before, rows, sums = places
+    qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, rows, sums = places
     empty, made, left = units
     G, beta, chunks, dk, dbeta, item_left, scored, dp_made, summed, items, NC = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     left_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LEFT))
     HV: gl.constexpr = H * GROUP
     stage = 0
@@ -440,6 +479,8 @@ def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
         mbarrier.wait(scored, turn & 1)
         out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
         for e in range(GROUP):
+            here = in_place(head, items)
+            k = ks.index(here)
             hv = h * GROUP + e
             decay = G + (hv.to(gl.int64) * NC + c) * CHUNK
             G_left = gl.load(decay + late(left_row))
@@ -448,7 +489,7 @@ def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             Y = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             for panel in gl.static_range(2):
                 v = vs.index(stage)
-                u = us.index(panel)
+                u = us.index(here + panel)
                 mbarrier.wait(made.index(panel), head & 1)
                 dr = narrowed(v.load(LEFT).to(gl.float32) * taken[:, None])
                 Y = warpgroup_mma(v, u.permute((1, 0)), Y, is_async=True)
@@ -458,24 +499,26 @@ def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
                 out = warpgroup_mma(written, costates.index(stage), out, is_async=True)
                 out, written = warpgroup_mma_wait(0, deps=[out, written])
                 if panel == 1:
-                    Y = gl.where(below(1, ACC), -Y * decay_ratios(decay, ACC), 0.0)
+                    E = decay_ratios(gs.index(head & 1), ACC)
+                    Y = gl.where(strictly_lower(before.index(here), ACC), -Y * E, 0.0)
                     barrier()  # every warp has read dR
                     v.store(Y.to(gl.bfloat16))
                     fence_async_shared()
                     barrier()
-                    M = Y * ps.permute((1, 0)).load(ACC).to(gl.float32)
+                    M = Y * ps.index(here).permute((1, 0)).load(ACC).to(gl.float32)
                     error = gl.sum(M, 1) + rows.index(2).load(gl.SliceLayout(1, ACC))
                     index = late(row)
                     at = (token + index).to(gl.int64) * HV + hv
                     strength = gl.load(beta + at, mask=index < held, other=1.0).to(gl.float32)
                     gl.store(dbeta + at, error / away_from_zero(strength), mask=index < held)
-                    M = gl.where(below(0, ACC), sums_before(M, before, ACC), 0.0)
+                    M = sums_before(M, before.index(here), ACC)
+                    M = gl.where(lower(before.index(here), ACC), M, 0.0)
                     by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
                     mbarrier.wait(dp_made, head & 1)
                     sums.store(by_warp)
-                    out = warpgroup_mma(v, ks, out, is_async=True)
-                    out = warpgroup_mma(v.permute((1, 0)), ks, out, is_async=True)
-                    out = warpgroup_mma(dos.index(stage).permute((1, 0)), qs, out, is_async=True)
+                    out = warpgroup_mma(v, k, out, is_async=True)
+                    out = warpgroup_mma(v.permute((1, 0)), k, out, is_async=True)
+                    out = warpgroup_mma(dos.index(stage).permute((1, 0)), qs.index(here), out, is_async=True)
                     out = warpgroup_mma_wait(0, deps=[out])
                 barrier()
                 if panel == 1:
@@ -485,8 +528,10 @@ def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
                 stage = stage + 1
                 stage = gl.where(stage == STAGES, 0, stage)
             head = head + 1
+        out = by_rows(qs.index(in_place(turn, items)), out, WIDE)
+        barrier()
         mbarrier.arrive(item_left, count=1)
-        store_rows(dk, out.to(gl.bfloat16), token, held, H, h, 0, OUT)
+        store_rows(dk, out, token, held, H, h, 0, WIDE)
         turn = turn + 1
 
 
