@@ -82,7 +82,9 @@ def gradients_kernel(
     ps = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, CHUNK], SQUARE)  # P, and K K^T above the diagonal
     before = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, CHUNK], SQUARE)  # ones where l < j
     gs = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
-    rows = gl.allocate_shared_memory(gl.float32, [4, CHUNK], LINE)  # of a token: what is read, kappa, <dR, R>
+    reads = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)  # of a token <x1, q> - <x2, k>
+    kappas = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
+    errors = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)  # <dR, R>
     sums = gl.allocate_shared_memory(gl.float32, [4, CHUNK], PLAIN)  # of dg, by warps
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -112,7 +114,7 @@ def gradients_kernel(
     fence_async_shared()
     barrier()
 
-    places = qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, rows, sums
+    places = qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, reads, kappas, errors, sums
     units = empty, made, left
     updating = G, broken, chunks, dv, full, item_left, scored, decayed, items, NC, scale
     querying = A, G, chunks, dq, dg, item_full, item_left, scored, decayed, dp_made, summed, items, NC, scale
@@ -172,7 +174,7 @@ def load(given, H: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
     """U and dR of every unit, and of a token's inner products those that they take part in."""
-    qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, rows, sums = places
+    qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, reads, kappas, errors, sums = places
     empty, made, left = units
     G, broken, chunks, dv, full, item_left, scored, decayed, items, NC, scale = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -220,13 +222,14 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             if (held < CHUNK) | (first_broken < CHUNK):
                 fence_async_shared()
                 barrier()
+            passed = inner_products(state, costate, ACC) * exp2(G_end)
             zero = gl.zeros([CHUNK, PANEL], gl.float32, ACC)
             KS = warpgroup_mma(k, state.permute((1, 0)), zero, is_async=True)
             QS = warpgroup_mma(q, state.permute((1, 0)), zero, is_async=True)
             KS, QS = warpgroup_mma_wait(0, deps=[KS, QS])
             a = exp2(G_row)
             of_panel = gl.sum(QS * do.load(ACC).to(gl.float32), 1) * (a * scale)
-            read = of_panel + gl.where(panel == 0, 0.0, read)
+            read = of_panel + passed + gl.where(panel == 0, 0.0, read)
             KS = KS * a[:, None]
             seen = narrowed(KS)
             narrow = narrowed(v.load(ACC).to(gl.float32) - KS)
@@ -240,14 +243,10 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             U, dU = warpgroup_mma_wait(0, deps=[U, dU])
             u.store(U.to(gl.bfloat16))
             dU = dU * exp2(G_end - G_row)[:, None]
-            kappa = gl.sum(dU * U, 1) + gl.where(panel == 0, 0.0, kappa)
+            kappa = gl.sum(dU * U, 1) + passed + gl.where(panel == 0, 0.0, kappa)
             dU = warpgroup_mma(f.permute((1, 0)), do, dU, is_async=True)
-            DS = warpgroup_mma(state, costate.permute((1, 0)), zero, is_async=True)  # its diagonal is wanted
-            dU, DS = warpgroup_mma_wait(0, deps=[dU, DS])
+            dU = warpgroup_mma_wait(0, deps=[dU])
             v.store(dU.to(gl.bfloat16))
-            passed = gl.sum(on_diagonal(DS, ACC), 1) * exp2(G_end)
-            read = read + passed
-            kappa = kappa + passed
             fence_async_shared()
             barrier()
             dR = warpgroup_mma(t.permute((1, 0)), v, zero, is_async=True)
@@ -257,9 +256,9 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             read = read - gl.sum(dR * seen.to(gl.float32), 1)
             error = gl.sum(dR * narrow.to(gl.float32), 1) + gl.where(panel == 0, 0.0, error)
             if panel == 1:
-                rows.index(0).store(read)
-                rows.index(1).store(kappa)
-                rows.index(2).store(error)
+                reads.store(read)
+                kappas.store(kappa)
+                errors.store(error)
             fence_async_shared()
             barrier()
             out = v.load(WIDE)
@@ -293,10 +292,11 @@ def by_rows(place, x, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def on_diagonal(x, ACC: gl.constexpr):
-    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)))
-    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
-    return gl.where(row[:, None] == column[None, :], x, 0.0)
+def inner_products(x, y, ACC: gl.constexpr):
+    """Of rows of 128."""
+    product = x.slice(0, 64, 1).load(ACC).to(gl.float32) * y.slice(0, 64, 1).load(ACC).to(gl.float32)
+    product += x.slice(64, 64, 1).load(ACC).to(gl.float32) * y.slice(64, 64, 1).load(ACC).to(gl.float32)
+    return gl.sum(product, 1)
 
 
 @gluon.jit
@@ -357,7 +357,7 @@ def decay_tiles(A, decay, G, p, tf, before, decayed, scale, ACC: gl.constexpr):
 @gluon.jit
 def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
     """P and K K^T of every item, T and F of every head; dP, dq and dg."""
-    qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, rows, sums = places
+    qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, reads, kappas, errors, sums = places
     empty, made, left = units
     A, G, chunks, dq, dg, item_full, item_left, scored, decayed, dp_made, summed, items, NC, scale = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -432,8 +432,8 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
                     out = warpgroup_mma(do, ks.index(here), out, is_async=True)
                     M = sums_before(M, before.index(here), ACC)
                     out = warpgroup_mma_wait(0, deps=[out])
-                    of_token = rows.index(0).load(gl.SliceLayout(1, ACC))
-                    kappa = rows.index(1).load(gl.SliceLayout(1, ACC))
+                    of_token = reads.load(gl.SliceLayout(1, ACC))
+                    kappa = kappas.load(gl.SliceLayout(1, ACC))
                     M = gl.where(lower(before.index(here), ACC), M + of_token[:, None], kappa[:, None])
                     by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
                 barrier()
@@ -458,7 +458,7 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
     """Y, dk and dbeta, and the share of Y in dg."""
-    qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, rows, sums = places
+    qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, reads, kappas, errors, sums = places
     empty, made, left = units
     G, beta, chunks, dk, dbeta, item_left, scored, dp_made, summed, items, NC = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -506,7 +506,7 @@ def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
                     fence_async_shared()
                     barrier()
                     M = Y * ps.index(here).permute((1, 0)).load(ACC).to(gl.float32)
-                    error = gl.sum(M, 1) + rows.index(2).load(gl.SliceLayout(1, ACC))
+                    error = gl.sum(M, 1) + errors.load(gl.SliceLayout(1, ACC))
                     index = late(row)
                     at = (token + index).to(gl.int64) * HV + hv
                     strength = gl.load(beta + at, mask=index < held, other=1.0).to(gl.float32)
