@@ -53,6 +53,29 @@ CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
 PANEL = gl.constexpr(64)  # of V
 STAGES = gl.constexpr(3)  # of units; with all else they fill shared memory
+# places of [64, 128]: Q, and dk; K; T beside F, and dq
+OF_Q = gl.constexpr(0)
+OF_K = gl.constexpr(1)
+OF_TF = gl.constexpr(2)
+# of [64, 64]: U of both panels; P, and K K^T above the diagonal; ones where l < j
+OF_U = gl.constexpr(0)
+OF_P = gl.constexpr(2)
+ONES = gl.constexpr(3)
+# of [64] fp32: G of two heads; of each token <x1, q> - <x2, k>, kappa, and <dR, R>
+READ = gl.constexpr(2)
+KAPPA = gl.constexpr(3)
+ERROR = gl.constexpr(4)
+# signals: of a unit's stage; U and dR of a panel; of an item q and k, P; of a head T and F, dP, the share of Y in dg
+FULL = gl.constexpr(0)
+EMPTY = gl.constexpr(3)
+MADE = gl.constexpr(6)
+USED = gl.constexpr(8)
+ITEM_FULL = gl.constexpr(10)
+ITEM_LEFT = gl.constexpr(11)
+SCORED = gl.constexpr(12)
+DECAYED = gl.constexpr(13)
+DP_MADE = gl.constexpr(14)
+SUMMED = gl.constexpr(15)
 
 
 @gluon.jit
@@ -71,64 +94,40 @@ def gradients_kernel(
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    qs = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, HEAD_DIM], q_tiles.layout)  # Q; and dk
-    ks = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, HEAD_DIM], k_tiles.layout)
+    # few allocations with many places: a partition keeps the address of each in registers
+    wide = gl.allocate_shared_memory(gl.bfloat16, [3, CHUNK, HEAD_DIM], k_tiles.layout)
+    square = gl.allocate_shared_memory(gl.bfloat16, [4, CHUNK, CHUNK], SQUARE)
     vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, PANEL], v_tiles.layout)  # V, then R, dU, dR; and Y
     dos = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, PANEL], do_tiles.layout)  # dO; and dP
     states = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PANEL, HEAD_DIM], S_tiles.layout)
     costates = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PANEL, HEAD_DIM], D_tiles.layout)
-    us = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, PANEL], SQUARE)
-    tfs = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, 2 * CHUNK], k_tiles.layout)  # T and F; and dq
-    ps = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, CHUNK], SQUARE)  # P, and K K^T above the diagonal
-    before = gl.allocate_shared_memory(gl.bfloat16, [1, CHUNK, CHUNK], SQUARE)  # ones where l < j
-    gs = gl.allocate_shared_memory(gl.float32, [2, CHUNK], LINE)
-    reads = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)  # of a token <x1, q> - <x2, k>
-    kappas = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
-    errors = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)  # <dR, R>
+    rows = gl.allocate_shared_memory(gl.float32, [5, CHUNK], LINE)
     sums = gl.allocate_shared_memory(gl.float32, [4, CHUNK], PLAIN)  # of dg, by warps
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # U and dR of a unit
-    left = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # by those who read them
-    item_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    item_left = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    scored = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # P and K K^T of an item
-    decayed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # T and F of a head
-    dp_made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    summed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # the share of Y in dg
-    for j in gl.static_range(STAGES):
-        mbarrier.init(full.index(j), count=1)
-        mbarrier.init(empty.index(j), count=2)
-    for j in gl.static_range(2):
-        mbarrier.init(made.index(j), count=1)
-        mbarrier.init(left.index(j), count=2)
-    mbarrier.init(item_full, count=1)
-    mbarrier.init(item_left, count=3)
-    mbarrier.init(scored, count=1)
-    mbarrier.init(decayed, count=1)
-    mbarrier.init(dp_made, count=1)
-    mbarrier.init(summed, count=1)
+    signals = gl.allocate_shared_memory(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(16):
+        if j == ITEM_LEFT:
+            mbarrier.init(signals.index(j), count=3)
+        elif (j >= EMPTY and j < EMPTY + STAGES) or (j >= USED and j < USED + 2):
+            mbarrier.init(signals.index(j), count=2)
+        else:
+            mbarrier.init(signals.index(j), count=1)
     l = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ROW))
     j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ROW))
-    before.index(0).store(gl.where(l[:, None] < j[None, :], 1.0, 0.0).to(gl.bfloat16))
+    square.index(ONES).store(gl.where(l[:, None] < j[None, :], 1.0, 0.0).to(gl.bfloat16))
     fence_async_shared()
     barrier()
 
-    places = qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, reads, kappas, errors, sums
-    units = empty, made, left
-    updating = G, broken, chunks, dv, full, item_left, scored, decayed, items, NC, scale
-    querying = A, G, chunks, dq, dg, item_full, item_left, scored, decayed, dp_made, summed, items, NC, scale
-    keying = G, beta, chunks, dk, dbeta, item_left, scored, dp_made, summed, items, NC
-    loading = (
-        q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, qs, ks, vs, dos, states, costates, full, empty,
-        item_full, item_left, chunks, items,
-    )  # fmt: skip
+    places = wide, square, vs, dos, states, costates, rows, sums, signals
+    updating = G, broken, chunks, dv, items, NC, scale
+    querying = A, G, chunks, dq, dg, items, NC, scale
+    keying = G, beta, chunks, dk, dbeta, items, NC
+    loading = q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, chunks, items
     gl.warp_specialize(
         [
-            (update, (places, units, updating, H, GROUP)),
-            (of_keys, (places, units, keying, H, GROUP)),
-            (of_queries, (places, units, querying, H, GROUP)),
-            (load, (loading, H, GROUP)),
+            (update, (places, updating, H, GROUP)),
+            (of_keys, (places, keying, H, GROUP)),
+            (of_queries, (places, querying, H, GROUP)),
+            (load, (places, loading, H, GROUP)),
         ],
         [4, 4, 1],
         [KEY_REGISTERS, QUERY_REGISTERS, 24],
@@ -136,12 +135,10 @@ def gradients_kernel(
 
 
 @gluon.jit
-def load(given, H: gl.constexpr, GROUP: gl.constexpr):
+def load(places, given, H: gl.constexpr, GROUP: gl.constexpr):
     """Units three ahead at most; q and k behind the first head's, whose place is free before theirs is."""
-    (
-        q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, qs, ks, vs, dos, states, costates, full, empty,
-        item_full, item_left, chunks, items,
-    ) = given  # fmt: skip
+    wide, _, vs, dos, states, costates, _, _, signals = places
+    q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, chunks, items = given
     stage = 0
     phase = 0
     turn = 0
@@ -154,29 +151,28 @@ def load(given, H: gl.constexpr, GROUP: gl.constexpr):
             for panel in gl.static_range(2):
                 row = (c * (H * GROUP) + hv) * HEAD_DIM + panel * PANEL
                 column = hv * HEAD_DIM + panel * PANEL
-                mbarrier.wait(empty.index(stage), phase ^ 1)
-                mbarrier.expect(full.index(stage), 2 * CHUNK * PANEL * 2 + 2 * PANEL * HEAD_DIM * 2)
-                load_tile(S_tiles, [row, 0], full.index(stage), states.index(stage))
-                load_tile(v_tiles, [token, column], full.index(stage), vs.index(stage))
-                load_tile(do_tiles, [token, column], full.index(stage), dos.index(stage))
-                load_tile(D_tiles, [row, 0], full.index(stage), costates.index(stage))
+                mbarrier.wait(signals.index(EMPTY + stage), phase ^ 1)
+                mbarrier.expect(signals.index(FULL + stage), 2 * CHUNK * PANEL * 2 + 2 * PANEL * HEAD_DIM * 2)
+                load_tile(S_tiles, [row, 0], signals.index(FULL + stage), states.index(stage))
+                load_tile(v_tiles, [token, column], signals.index(FULL + stage), vs.index(stage))
+                load_tile(do_tiles, [token, column], signals.index(FULL + stage), dos.index(stage))
+                load_tile(D_tiles, [row, 0], signals.index(FULL + stage), costates.index(stage))
                 stage = stage + 1
                 phase = gl.where(stage == STAGES, phase ^ 1, phase)
                 stage = gl.where(stage == STAGES, 0, stage)
             if e == 0:
-                mbarrier.wait(item_left, (turn & 1) ^ 1)
-                mbarrier.expect(item_full, 2 * CHUNK * HEAD_DIM * 2)
-                load_tile(k_tiles, [token, h * HEAD_DIM], item_full, ks.index(0))
-                load_tile(q_tiles, [token, h * HEAD_DIM], item_full, qs.index(0))
+                mbarrier.wait(signals.index(ITEM_LEFT), (turn & 1) ^ 1)
+                mbarrier.expect(signals.index(ITEM_FULL), 2 * CHUNK * HEAD_DIM * 2)
+                load_tile(k_tiles, [token, h * HEAD_DIM], signals.index(ITEM_FULL), wide.index(OF_K))
+                load_tile(q_tiles, [token, h * HEAD_DIM], signals.index(ITEM_FULL), wide.index(OF_Q))
         turn = turn + 1
 
 
 @gluon.jit
-def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
+def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
     """U and dR of every unit, and of a token's inner products those that they take part in."""
-    qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, reads, kappas, errors, sums = places
-    empty, made, left = units
-    G, broken, chunks, dv, full, item_left, scored, decayed, items, NC, scale = given
+    wide, square, vs, dos, states, costates, rows, sums, signals = places
+    G, broken, chunks, dv, items, NC, scale = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -195,7 +191,7 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
         token = gl.load(chunks + 2 * c)
         held = gl.load(chunks + 2 * c + 1)
         first_broken = gl.load(broken + h * NC + c)
-        mbarrier.wait(scored, turn & 1)
+        mbarrier.wait(signals.index(SCORED), turn & 1)
         for unit in range(2 * GROUP):
             panel = unit & 1
             hv = h * GROUP + (unit >> 1)
@@ -203,16 +199,16 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             G_row = gl.load(decay + row)
             G_end = gl.load(decay + CHUNK - 1)
             here = in_place(unit, items)
-            q = qs.index(here)
-            k = ks.index(here)
-            t = tfs.index(here).slice(0, CHUNK, 1)
-            f = tfs.index(here).slice(CHUNK, CHUNK, 1)
+            q = wide.index(OF_Q + here)
+            k = wide.index(OF_K + here)
+            t = wide.index(OF_TF + here).slice(0, CHUNK, 1)
+            f = wide.index(OF_TF + here).slice(CHUNK, CHUNK, 1)
             v = vs.index(stage)
             do = dos.index(stage)
             state = states.index(stage)
             costate = costates.index(stage)
-            u = us.index(panel)
-            mbarrier.wait(full.index(stage), phase)
+            u = square.index(OF_U + panel)
+            mbarrier.wait(signals.index(FULL + stage), phase)
             if held < CHUNK:
                 clear_behind(v, held)
                 clear_behind(do, held)
@@ -236,8 +232,8 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             v.store(narrow)
             fence_async_shared()
             barrier()
-            mbarrier.wait(decayed, head & 1)
-            mbarrier.wait(left.index(panel), (head & 1) ^ 1)
+            mbarrier.wait(signals.index(DECAYED), head & 1)
+            mbarrier.wait(signals.index(USED + panel), (head & 1) ^ 1)
             U = warpgroup_mma(t, v, zero, is_async=True)
             dU = warpgroup_mma(k, costate.permute((1, 0)), zero, is_async=True)
             U, dU = warpgroup_mma_wait(0, deps=[U, dU])
@@ -256,20 +252,20 @@ def update(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             read = read - gl.sum(dR * seen.to(gl.float32), 1)
             error = gl.sum(dR * narrow.to(gl.float32), 1) + gl.where(panel == 0, 0.0, error)
             if panel == 1:
-                reads.store(read)
-                kappas.store(kappa)
-                errors.store(error)
+                rows.index(READ).store(read)
+                rows.index(KAPPA).store(kappa)
+                rows.index(ERROR).store(error)
             fence_async_shared()
             barrier()
             out = v.load(WIDE)
             barrier()  # others may write there
-            mbarrier.arrive(made.index(panel), count=1)
+            mbarrier.arrive(signals.index(MADE + panel), count=1)
             store_rows(dv, out, token, held, HV, hv, panel * PANEL, WIDE)
             head = head + panel
             stage = stage + 1
             phase = gl.where(stage == STAGES, phase ^ 1, phase)
             stage = gl.where(stage == STAGES, 0, stage)
-        mbarrier.arrive(item_left, count=1)
+        mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
         turn = turn + 1
 
 
@@ -337,7 +333,7 @@ def sums_before(M, before, ACC: gl.constexpr):
 
 
 @gluon.jit
-def decay_tiles(A, decay, G, p, tf, before, decayed, scale, ACC: gl.constexpr):
+def decay_tiles(A, decay, G, p, tf, before, signal, scale, ACC: gl.constexpr):
     """T and F of a value head, and its G."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)))
@@ -351,15 +347,14 @@ def decay_tiles(A, decay, G, p, tf, before, decayed, scale, ACC: gl.constexpr):
     tf.slice(CHUNK, CHUNK, 1).store((P * (E * scale)).to(gl.bfloat16))
     fence_async_shared()
     barrier()
-    mbarrier.arrive(decayed, count=1)
+    mbarrier.arrive(signal, count=1)
 
 
 @gluon.jit
-def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
+def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
     """P and K K^T of every item, T and F of every head; dP, dq and dg."""
-    qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, reads, kappas, errors, sums = places
-    empty, made, left = units
-    A, G, chunks, dq, dg, item_full, item_left, scored, decayed, dp_made, summed, items, NC, scale = given
+    wide, square, vs, dos, states, costates, rows, sums, signals = places
+    A, G, chunks, dq, dg, items, NC, scale = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -378,9 +373,9 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
         held = gl.load(chunks + 2 * c + 1)
         first = (h * GROUP).to(gl.int64) * NC + c
         here = in_place(turn, items)
-        q = qs.index(here)
-        k = ks.index(here)
-        mbarrier.wait(item_full, turn & 1)
+        q = wide.index(OF_Q + here)
+        k = wide.index(OF_K + here)
+        mbarrier.wait(signals.index(ITEM_FULL), turn & 1)
         if held < CHUNK:
             clear_behind(q, held)
             clear_behind(k, held)
@@ -390,13 +385,13 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
         P = warpgroup_mma(q, k.permute((1, 0)), zero, is_async=True)
         KK = warpgroup_mma(k, k.permute((1, 0)), zero, is_async=True)
         P, KK = warpgroup_mma_wait(0, deps=[P, KK])
-        ps.index(here).store(gl.where(lower(before.index(here), ACC), P, KK).to(gl.bfloat16))
+        square.index(OF_P + here).store(gl.where(lower(square.index(ONES + here), ACC), P, KK).to(gl.bfloat16))
         barrier()
-        mbarrier.arrive(scored, count=1)
-        tf = tfs.index(here)
+        mbarrier.arrive(signals.index(SCORED), count=1)
+        tf = wide.index(OF_TF + here)
         decay_tiles(
-            A + first * (CHUNK * CHUNK), G + first * CHUNK, gs.index(head & 1), ps.index(here), tf, before.index(here),
-            decayed, scale, ACC,
+            A + first * (CHUNK * CHUNK), G + first * CHUNK, rows.index(head & 1), square.index(OF_P + here), tf, square.index(ONES + here),
+            signals.index(DECAYED), scale, ACC,
         )  # fmt: skip
         out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
         for e in range(GROUP):
@@ -407,41 +402,42 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             dP = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             for panel in gl.static_range(2):
                 do = dos.index(stage)
-                mbarrier.wait(made.index(panel), head & 1)
+                mbarrier.wait(signals.index(MADE + panel), head & 1)
                 if panel == 1:
                     if e + 1 < GROUP:  # the sooner, the better: `update` waits for them next
                         following = this + NC
                         decay_tiles(
-                            A + following * (CHUNK * CHUNK), G + following * CHUNK, gs.index((head & 1) ^ 1),
-                            ps.index(here), tfs.index(here), before.index(here), decayed, scale, ACC,
+                            A + following * (CHUNK * CHUNK), G + following * CHUNK, rows.index((head & 1) ^ 1),
+                            square.index(OF_P + here), wide.index(OF_TF + here), square.index(ONES + here),
+                            signals.index(DECAYED), scale, ACC,
                         )  # fmt: skip
                 scaled = narrowed(do.load(LEFT).to(gl.float32) * read[:, None])
-                dP = warpgroup_mma(do, us.index(here + panel).permute((1, 0)), dP, is_async=True)
+                dP = warpgroup_mma(do, square.index(OF_U + here + panel).permute((1, 0)), dP, is_async=True)
                 out = warpgroup_mma(scaled, states.index(stage), out, is_async=True)
                 dP, out, scaled = warpgroup_mma_wait(0, deps=[dP, out, scaled])
                 if panel == 1:
-                    E = decay_ratios(gs.index(head & 1), ACC) * scale
-                    dP = gl.where(lower(before.index(here), ACC), dP * E, 0.0)
+                    E = decay_ratios(rows.index(head & 1), ACC) * scale
+                    dP = gl.where(lower(square.index(ONES + here), ACC), dP * E, 0.0)
                     barrier()  # every warp has read dO
                     do.store(dP.to(gl.bfloat16))
                     fence_async_shared()
                     barrier()
-                    mbarrier.arrive(dp_made, count=1)
-                    M = dP * ps.index(here).load(ACC).to(gl.float32)
-                    M = gl.where(strictly_lower(before.index(here), ACC), M, 0.0)
-                    out = warpgroup_mma(do, ks.index(here), out, is_async=True)
-                    M = sums_before(M, before.index(here), ACC)
+                    mbarrier.arrive(signals.index(DP_MADE), count=1)
+                    M = dP * square.index(OF_P + here).load(ACC).to(gl.float32)
+                    M = gl.where(strictly_lower(square.index(ONES + here), ACC), M, 0.0)
+                    out = warpgroup_mma(do, wide.index(OF_K + here), out, is_async=True)
+                    M = sums_before(M, square.index(ONES + here), ACC)
                     out = warpgroup_mma_wait(0, deps=[out])
-                    of_token = reads.load(gl.SliceLayout(1, ACC))
-                    kappa = kappas.load(gl.SliceLayout(1, ACC))
-                    M = gl.where(lower(before.index(here), ACC), M + of_token[:, None], kappa[:, None])
+                    of_token = rows.index(READ).load(gl.SliceLayout(1, ACC))
+                    kappa = rows.index(KAPPA).load(gl.SliceLayout(1, ACC))
+                    M = gl.where(lower(square.index(ONES + here), ACC), M + of_token[:, None], kappa[:, None])
                     by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
                 barrier()
-                mbarrier.arrive(left.index(panel), count=1)
-                mbarrier.arrive(empty.index(stage), count=1)
+                mbarrier.arrive(signals.index(USED + panel), count=1)
+                mbarrier.arrive(signals.index(EMPTY + stage), count=1)
                 stage = stage + 1
                 stage = gl.where(stage == STAGES, 0, stage)
-            mbarrier.wait(summed, head & 1)
+            mbarrier.wait(signals.index(SUMMED), head & 1)
             sums.store(sums.load(by_warp.type.layout) + by_warp)
             barrier()
             total = gl.sum(sums.load(FLAT), 0)
@@ -449,18 +445,17 @@ def of_queries(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             at = (token + index).to(gl.int64) * HV + h * GROUP + e
             gl.store(dg + at, total, mask=index < held)
             head = head + 1
-        mbarrier.arrive(item_left, count=1)
-        store_rows(dq, by_rows(tfs.index(here), out, WIDE), token, held, H, h, 0, WIDE)
+        mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
+        store_rows(dq, by_rows(wide.index(OF_TF + here), out, WIDE), token, held, H, h, 0, WIDE)
         barrier()  # before T and F are written there
         turn = turn + 1
 
 
 @gluon.jit
-def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
+def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
     """Y, dk and dbeta, and the share of Y in dg."""
-    qs, ks, vs, dos, states, costates, us, tfs, ps, before, gs, reads, kappas, errors, sums = places
-    empty, made, left = units
-    G, beta, chunks, dk, dbeta, item_left, scored, dp_made, summed, items, NC = given
+    wide, square, vs, dos, states, costates, rows, sums, signals = places
+    G, beta, chunks, dk, dbeta, items, NC = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -476,11 +471,11 @@ def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
         h = item % H
         token = gl.load(chunks + 2 * c)
         held = gl.load(chunks + 2 * c + 1)
-        mbarrier.wait(scored, turn & 1)
+        mbarrier.wait(signals.index(SCORED), turn & 1)
         out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
         for e in range(GROUP):
             here = in_place(head, items)
-            k = ks.index(here)
+            k = wide.index(OF_K + here)
             hv = h * GROUP + e
             decay = G + (hv.to(gl.int64) * NC + c) * CHUNK
             G_left = gl.load(decay + late(left_row))
@@ -489,8 +484,8 @@ def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
             Y = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             for panel in gl.static_range(2):
                 v = vs.index(stage)
-                u = us.index(here + panel)
-                mbarrier.wait(made.index(panel), head & 1)
+                u = square.index(OF_U + here + panel)
+                mbarrier.wait(signals.index(MADE + panel), head & 1)
                 dr = narrowed(v.load(LEFT).to(gl.float32) * taken[:, None])
                 Y = warpgroup_mma(v, u.permute((1, 0)), Y, is_async=True)
                 out = warpgroup_mma(dr, states.index(stage), out, is_async=True)
@@ -499,38 +494,38 @@ def of_keys(places, units, given, H: gl.constexpr, GROUP: gl.constexpr):
                 out = warpgroup_mma(written, costates.index(stage), out, is_async=True)
                 out, written = warpgroup_mma_wait(0, deps=[out, written])
                 if panel == 1:
-                    E = decay_ratios(gs.index(head & 1), ACC)
-                    Y = gl.where(strictly_lower(before.index(here), ACC), -Y * E, 0.0)
+                    E = decay_ratios(rows.index(head & 1), ACC)
+                    Y = gl.where(strictly_lower(square.index(ONES + here), ACC), -Y * E, 0.0)
                     barrier()  # every warp has read dR
                     v.store(Y.to(gl.bfloat16))
                     fence_async_shared()
                     barrier()
-                    M = Y * ps.index(here).permute((1, 0)).load(ACC).to(gl.float32)
-                    error = gl.sum(M, 1) + errors.load(gl.SliceLayout(1, ACC))
+                    M = Y * square.index(OF_P + here).permute((1, 0)).load(ACC).to(gl.float32)
+                    error = gl.sum(M, 1) + rows.index(ERROR).load(gl.SliceLayout(1, ACC))
                     index = late(row)
                     at = (token + index).to(gl.int64) * HV + hv
                     strength = gl.load(beta + at, mask=index < held, other=1.0).to(gl.float32)
                     gl.store(dbeta + at, error / away_from_zero(strength), mask=index < held)
-                    M = sums_before(M, before.index(here), ACC)
-                    M = gl.where(lower(before.index(here), ACC), M, 0.0)
+                    M = sums_before(M, square.index(ONES + here), ACC)
+                    M = gl.where(lower(square.index(ONES + here), ACC), M, 0.0)
                     by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
-                    mbarrier.wait(dp_made, head & 1)
+                    mbarrier.wait(signals.index(DP_MADE), head & 1)
                     sums.store(by_warp)
                     out = warpgroup_mma(v, k, out, is_async=True)
                     out = warpgroup_mma(v.permute((1, 0)), k, out, is_async=True)
-                    out = warpgroup_mma(dos.index(stage).permute((1, 0)), qs.index(here), out, is_async=True)
+                    out = warpgroup_mma(dos.index(stage).permute((1, 0)), wide.index(OF_Q + here), out, is_async=True)
                     out = warpgroup_mma_wait(0, deps=[out])
                 barrier()
                 if panel == 1:
-                    mbarrier.arrive(summed, count=1)
-                mbarrier.arrive(left.index(panel), count=1)
-                mbarrier.arrive(empty.index(stage), count=1)
+                    mbarrier.arrive(signals.index(SUMMED), count=1)
+                mbarrier.arrive(signals.index(USED + panel), count=1)
+                mbarrier.arrive(signals.index(EMPTY + stage), count=1)
                 stage = stage + 1
                 stage = gl.where(stage == STAGES, 0, stage)
             head = head + 1
-        out = by_rows(qs.index(in_place(turn, items)), out, WIDE)
+        out = by_rows(wide.index(OF_Q + in_place(turn, items)), out, WIDE)
         barrier()
-        mbarrier.arrive(item_left, count=1)
+        mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
         store_rows(dk, out, token, held, H, h, 0, WIDE)
         turn = turn + 1
 
