@@ -85,7 +85,7 @@ class Machine:
     def forward(self, x: Problem, seed: int = 0, **options):
         made = self.prep(x)
         with seeded(seed):
-            return self.module("forward").forward(x.q, x.k, x.v, made, x.entry, x.segments, SCALE, **options)
+            return self.module("forward").forward(x.q, x.k, x.v, made, x.entry, x.segments, SCALE, **options)[:2]
 
     def transfer(self, x: Problem, seed: int = 0, **options):
         made = self.prep(x)

@@ -82,7 +82,7 @@ class RawMachine(Machine):
         with seeded(seed):
             return self.module("forward").forward(
                 given.q, given.k, given.v, made, given.entry, given.segments, SCALE, **options
-            )
+            )[:2]
 
     def transfer(self, x: RawProblem):
         return self.module("transfer").transfer(x.given.k, self.prep(x), x.given.segments)
