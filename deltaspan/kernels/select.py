@@ -78,8 +78,6 @@ def _beyond_hopper(
         return f"serves bf16 operands with K = V = 128, not {dtype} with K={K} and V={V}"
     if not unit_keys:
         return "serves unit_keys=True alone"
-    if backward:
-        return "has no backward yet: it serves deltaspan.forward and calls under torch.no_grad()"
     if save_mode != "light":
         return f"does not serve save_mode={save_mode!r} yet"
     return _without_triton()

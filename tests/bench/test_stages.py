@@ -21,7 +21,7 @@ def test_every_stage_is_called_and_compared(emulated: None, monkeypatch: pytest.
     monkeypatch.setattr(stages, "graph_times", lambda *calls: [called.append(call()) or 0.5 for call in calls])
     rows = stages.stage_rows(local_shard("2x150"), (1, 2), "slow", 3, sm_count=132, device="cpu")
     names = ["prep", "walk", "walk on halves", "exit states", "maps"]
-    names += ["adjoint walk", "adjoint walk on halves", "entry adjoints", "chain"]
+    names += ["adjoint walk", "adjoint walk on halves", "entry adjoints", "states of chunks", "gradients", "chain"]
     assert [row["stage"] for row in rows] == names
     assert len(called) == 9 and torch.equal(called[1], called[2]) and torch.equal(called[5], called[6])
     assert all(row["ok"] for row in rows if row["stage"] in stages.WALKS)

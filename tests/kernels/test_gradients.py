@@ -1,9 +1,6 @@
 """The Hopper tier's gradients of every chunk on the emulator, and on a GPU, against FP64; and the states they start
 from."""
 
-from functools import partial
-from typing import NamedTuple
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,14 +18,6 @@ NAMES = ("dq", "dk", "dv", "dg", "dbeta")
 BF16 = 6e-3
 
 
-class Found(NamedTuple):
-    """What the kernel gives, and what it was given."""
-
-    gradients: dict[str, Tensor]
-    states: Tensor
-    costates: Tensor
-
-
 class Machine(test_adjoint.Machine):
     def states(self, g: Given, **options) -> Tensor:
         x, made = g.x, self.prep(g.x)
@@ -36,12 +25,17 @@ class Machine(test_adjoint.Machine):
         with seeded(2):
             return run(x.q, x.k, x.v, made, x.entry, x.segments, SCALE, output=False, states=True, **options)[2]
 
-    def gradients(self, g: Given, seed: int = 0, programs: int = 2) -> Found:
-        x, made, states, (_, costates) = g.x, self.prep(g.x), self.states(g), self.adjoint(g, seed=4)
+    def walked(self, g: Given) -> tuple:
+        """What the kernel takes."""
+        return g.x.q, g.x.k, g.x.v, g.x.beta, g.do, self.prep(g.x), self.states(g), self.adjoint(g)[1], g.x.chunks, SCALE
+
+    def gradients(self, g: Given, seed: int = 0, programs: int = 2) -> dict[str, Tensor]:
+        return self.of(self.walked(g), seed, programs)
+
+    def of(self, walked: tuple, seed: int = 0, programs: int = 2) -> dict[str, Tensor]:
         run = self.module("gradients").gradients
-        operands = x.q, x.k, x.v, x.beta, g.do, made, states, costates, x.chunks, SCALE
         with seeded(seed):
-            return Found(dict(zip(NAMES, run(*operands, programs=programs), strict=True)), states, costates)
+            return dict(zip(NAMES, run(*walked, programs=programs), strict=True))
 
 
 def truth(g: Given) -> dict[str, Tensor]:
@@ -54,14 +48,22 @@ def truth(g: Given) -> dict[str, Tensor]:
     return {name: leaf.grad for name, leaf in zip(NAMES, leaves, strict=True)}
 
 
-def found_and_true(g: Given, device: str, bound: float = BF16, **options) -> None:
-    """All of each gradient; and each token's, beside what all have, so that no tail is lost among many tokens."""
-    found = Machine(device).gradients(g.to(device), **options).gradients
-    for name, true in truth(g).items():
-        assert relative(found[name], true) < bound, name
-        error, size = found[name].cpu().double() - true, true.square().mean().sqrt()
-        by_token = error.flatten(1).square().mean(1).sqrt() / (true.flatten(1).square().mean(1).sqrt() + size)
-        assert by_token.max() < 4 * bound, (name, int(by_token.argmax()))
+def found_and_true(g: Given, device: str, **options) -> None:
+    """All of each gradient; and each token's, beside what all have, so that no tail is lost among many tokens.
+
+    dg is a sum of terms that may be larger than itself: <D, S> of unrelated matrices is |D| |S| / 128, give or take, and
+    as much of it is lost as S and D lose in bf16.
+    """
+    machine, true = Machine(device), truth(g)
+    walked = machine.walked(g.to(device))
+    found = machine.of(walked, **options)
+    S, D = (x.float().cpu().norm(dim=(-2, -1)) for x in walked[6:8])
+    terms = {"dg": (S * D / 128).square().mean().sqrt()}
+    for name in NAMES:
+        error, size = found[name].cpu().double() - true[name], true[name].square().mean().sqrt() + terms.get(name, 0)
+        assert error.square().mean().sqrt() < BF16 * size, name
+        by_token = error.flatten(1).square().mean(1).sqrt() / (true[name].flatten(1).square().mean(1).sqrt() + size)
+        assert by_token.max() < 4 * BF16, (name, int(by_token.argmax()))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -74,7 +76,7 @@ def test_gradients(rng: torch.Generator, device: str, decay: str) -> None:
     found_and_true(given(rng, [100, 1, 64, 70], 2, decay), device, seed=3)
 
 
-@pytest.mark.parametrize(("H", "group"), [(2, 1), (1, 3), (2, 4)])
+@pytest.mark.parametrize(("H", "group"), [(2, 1), (1, 3), (1, 4)])
 def test_any_heads(rng: torch.Generator, device: str, H: int, group: int) -> None:
     found_and_true(given(rng, [66, 3], H=H, group=group, decay="slow"), device)
 
@@ -84,7 +86,7 @@ def test_every_head_of_strong_decay(rng: torch.Generator, device: str) -> None:
     cancels in it."""
     g = given(rng, [90], group=2)
     g.x.g[:, 0] = -10 - torch.rand(90, generator=rng)
-    found, true = Machine(device).gradients(g.to(device)).gradients, truth(g)
+    found, true = Machine(device).gradients(g.to(device)), truth(g)
     assert true["dg"][:, 0].norm() < 1e-3 * true["dg"][:, 1].norm()
     for name in ("dv", "dg", "dbeta"):
         for head in range(2):
@@ -95,7 +97,7 @@ def test_decay_that_cuts_off(rng: torch.Generator, device: str) -> None:
     g = given(rng, [80], group=2)
     g.x.g[[3, 64, 70]] = -torch.inf
     g.x.g[40, 1] = -500.0
-    found = Machine(device).gradients(g.to(device)).gradients
+    found = Machine(device).gradients(g.to(device))
     assert not found["dg"][[3, 64, 70]].any() and not found["dg"][40, 1]
     finite = g._replace(x=g.x._replace(g=g.x.g.clamp(min=-1000)))
     for name, true in truth(finite).items():
@@ -110,53 +112,33 @@ def test_writes_of_any_strength(rng: torch.Generator, device: str, strength: flo
     g.x.beta[quiet] = strength
     g.x.beta[~quiet] = 0.9 + 0.1 * torch.rand(int((~quiet).sum()), generator=rng)
     found_and_true(g, device)
-    found, true = Machine(device).gradients(g.to(device)).gradients["dbeta"].cpu(), truth(g)["dbeta"]
+    found, true = Machine(device).gradients(g.to(device))["dbeta"].cpu(), truth(g)["dbeta"]
     assert relative(found[quiet], true[quiet]) < BF16 and relative(found[~quiet], true[~quiet]) < BF16
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_states_of_every_chunk(rng: torch.Generator, device: str, halves: bool) -> None:
-    """What the walk with output passes from chunk to chunk, in bf16; exit states stay those of the walk."""
-    g = given(rng, [150, 1, 64], H=2, group=1, decay="slow").to(device)
-    states, x = Machine(device).states(g, halves=halves), g.x
-    _, exits = Machine(device).forward(x)
-    run = partial(Machine(device).module("forward").forward, output=False, states=True, halves=halves)
-    assert torch.equal(run(x.q, x.k, x.v, Machine(device).prep(x), x.entry, x.segments, SCALE)[1], exits)
-    _, ends = Machine(device).forward(x._replace(segments=chunk_by_chunk(x.segments), entry=chained(g, device)))
-    assert torch.equal(states, chained(g, device).mT.bfloat16())
-    for source, first in ((0, 0), (1, 3), (2, 4)):
-        assert torch.equal(states[first], x.entry[source].mT.bfloat16())
-    assert torch.equal(ends[2], exits[0])
-
-
-def chunk_by_chunk(segments: Tensor) -> Tensor:
-    """Every chunk a segment of its own."""
-    rows = []
-    for begin, end, first, *_ in segments.tolist():
-        for c, at in enumerate(range(begin, end, 64), first):
-            rows.append((at, min(at + 64, end), c, c, c))
-    return torch.tensor(rows, dtype=torch.int32, device=segments.device)
-
-
-def chained(g: Given, device: str) -> Tensor:
-    """The state at every chunk's start by walks of one chunk each [NC, HV, K, V]."""
-    entry, rows = [], chunk_by_chunk(g.x.segments)
-    firsts = {first: source for _, _, first, source, _ in g.x.segments.tolist()}
-    for c, row in enumerate(rows):
-        if c in firsts:
-            state = g.x.entry[firsts[c]]
-        entry.append(state)
-        alone = row.clone()[None]
-        alone[0, 3:] = 0
-        state = Machine(device).forward(g.x._replace(segments=alone, entry=state[None]))[1][0]
-    return torch.stack(entry)
+def test_states_of_every_chunk(rng: torch.Generator, device: str) -> None:
+    """What walks of single chunks hand on, in bf16; with the exit states of the walk with output."""
+    g, machine = given(rng, [130, 1], group=1, decay="slow").to(device), Machine(device)
+    x, made, run = g.x, machine.prep(g.x), machine.module("forward").forward
+    operands = x.q, x.k, x.v, made
+    none, exits, states = run(*operands, x.entry, x.segments, SCALE, output=False, states=True)
+    assert none is None and torch.equal(exits, machine.forward(x)[1])
+    both = run(*operands, x.entry, x.segments, SCALE, output=False, states=True, exits=False, halves=True)
+    assert both[1] is None and torch.equal(both[2], states)
+    state = x.entry[:1]
+    for c, (begin, tokens) in enumerate(x.chunks[:3].tolist()):
+        assert torch.equal(states[c], state[0].mT.bfloat16())
+        alone = torch.tensor([[begin, begin + tokens, c, 0, 0]], dtype=torch.int32, device=device)
+        state = run(*operands, state, alone, SCALE)[1]
+    assert torch.equal(state, exits[:1]) and torch.equal(states[3], x.entry[1].mT.bfloat16())
 
 
 def test_programs_and_partitions_change_no_bit(rng: torch.Generator) -> None:
-    g = given(rng, [130, 5], H=2, group=2)
-    first = Machine("cpu").gradients(g, seed=0, programs=1).gradients
+    machine = Machine("cpu")
+    walked = machine.walked(given(rng, [66, 5], H=2, group=2))
+    first = machine.of(walked, seed=0, programs=1)
     for seed, programs in ((1, 3), (2, 8)):
-        found = Machine("cpu").gradients(g, seed=seed, programs=programs).gradients
+        found = machine.of(walked, seed, programs)
         assert all(torch.equal(found[name], first[name]) for name in NAMES)
 
 
@@ -164,7 +146,7 @@ def test_rows_at_a_pitch(rng: torch.Generator, device: str) -> None:
     dense = given(rng, [70], H=2, group=1).to(device)
     q, k, v, do = torch.cat([dense.x.q, dense.x.k, dense.x.v, dense.do], dim=1).split(2, dim=1)
     packed = Given(dense.x._replace(q=q, k=k, v=v), do, dense.leaving)
-    a, b = (Machine(device).gradients(g).gradients for g in (dense, packed))
+    a, b = (Machine(device).gradients(g) for g in (dense, packed))
     assert all(torch.equal(a[name], b[name]) for name in NAMES)
 
 
@@ -172,40 +154,39 @@ def test_beta_in_bf16(rng: torch.Generator, device: str) -> None:
     g = given(rng, [70])
     narrow = g.x._replace(beta=g.x.beta.bfloat16())
     wide = narrow._replace(beta=narrow.beta.float())
-    a, b = (Machine(device).gradients(g._replace(x=x).to(device)).gradients for x in (narrow, wide))
+    a, b = (Machine(device).gradients(g._replace(x=x).to(device)) for x in (narrow, wide))
     assert all(torch.equal(a[name], b[name]) for name in NAMES)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "do"])
 def test_what_stands_behind_a_fragment_is_not_read(rng: torch.Generator, device: str, name: str) -> None:
-    g = given(rng, [70, 10])
-    clean = Machine(device).gradients(g.to(device)).gradients
-    (g.do if name == "do" else getattr(g.x, name))[70:] = torch.nan
-    found = Machine(device).gradients(g.to(device)).gradients
+    g = given(rng, [66, 3], group=1)
+    clean = Machine(device).gradients(g.to(device))
+    (g.do if name == "do" else getattr(g.x, name))[66:] = torch.nan
+    found = Machine(device).gradients(g.to(device))
     for of in NAMES:
-        assert torch.equal(found[of][:70], clean[of][:70]), of
-    assert found["dk"][70:].isnan().all()
+        assert torch.equal(found[of][:66], clean[of][:66]), of
+    assert found["dk"][66:].isnan().all()
 
 
 @pytest.mark.parametrize("longer", [1.02, 30.0])
 def test_a_long_key_is_loud_and_nothing_else_is(rng: torch.Generator, device: str, longer: float) -> None:
-    g = given(rng, [140, 5], H=2, group=2, decay="moderate")
-    clean = Machine(device).gradients(g.to(device)).gradients
+    g = given(rng, [100, 5], H=2, group=1)
+    clean = Machine(device).gradients(g.to(device))
     g.x.k[70, 1] *= longer
-    found = Machine(device).gradients(g.to(device)).gradients
-    of_head = {"dq": slice(1, 2), "dk": slice(1, 2)}
+    found = Machine(device).gradients(g.to(device))
     for name in NAMES:
-        heads, begin = of_head.get(name, slice(2, 4)), 70 if name == "dq" else 64
-        assert found[name][begin:128, heads].isnan().all(), name
-        found[name][:140, heads] = clean[name][:140, heads]
+        assert found[name][70 if name == "dq" else 64 : 100, 1].isnan().all(), name
+        assert found[name][64:70, 1].isfinite().all() or name != "dq"
+        found[name][:100, 1] = clean[name][:100, 1]
         assert torch.equal(found[name], clean[name]), name
 
 
 def test_a_nan_stays_in_its_head(rng: torch.Generator, device: str) -> None:
     g = given(rng, [70], H=2, group=1)
-    clean = Machine(device).gradients(g.to(device)).gradients
+    clean = Machine(device).gradients(g.to(device))
     g.do[66, 1, 3] = torch.nan
-    found = Machine(device).gradients(g.to(device)).gradients
+    found = Machine(device).gradients(g.to(device))
     for name in NAMES:
         assert same_bits(found[name][:, 0], clean[name][:, 0]) and found[name][:, 1].isnan().any(), name
 
@@ -239,7 +220,6 @@ FAULTS = {
     "no wait for dP": (f"                    {wait('DP_MADE', 'head & 1')}", ""),
     "no wait for the share of Y": (f"            {wait('SUMMED', 'head & 1')}", ""),
     "a unit is left once": (f"                {arrive('EMPTY + stage')}", ""),
-    "two stages": ("STAGES = gl.constexpr(3)", "STAGES = gl.constexpr(2)"),
     "bytes of one tile too many": ("2 * CHUNK * PANEL * 2", "3 * CHUNK * PANEL * 2"),
     "R not seen by the product": (
         "            v.store(narrow)\n            fence_async_shared()\n", "            v.store(narrow)\n",
@@ -252,12 +232,11 @@ FAULTS = {
     "dP above the diagonal": ("gl.where(lower(square.index(ONES + here), ACC), dP * E, 0.0)", "dP * E"),
     "Y on the diagonal": ("gl.where(strictly_lower(square.index(ONES + here), ACC), -Y * E, 0.0)",
                           "gl.where(lower(square.index(ONES + here), ACC), -Y * E, 0.0)"),
-    "M on the diagonal": ("            M = gl.where(strictly_lower(square.index(ONES + here), ACC), M, 0.0)\n", ""),
     "the sign of x2 in dg": ("read - gl.sum(dR", "read + gl.sum(dR"),
     "<D, S> forgotten": ("of_panel + passed", "of_panel"),
     "kappa before its token": ("of_token[:, None], kappa[:, None])", "of_token[:, None], 0.0)"),
     "the scale of F": ("(E * scale)", "E"),
-    "G of another head": ("gs.index((head & 1) ^ 1)", "gs.index(head & 1)"),
+    "G of another head": ("rows.index((head & 1) ^ 1)", "rows.index(head & 1)"),
     "dq of the last head alone": ("            this = first + e * NC\n",
                                   "            this = first + e * NC\n            out = out * 0.0\n"),
     "S of another panel": ("+ panel * PANEL\n                column", "\n                column"),
@@ -266,27 +245,28 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def planted() -> tuple[Given, list[Tensor]]:
+def planted() -> tuple[tuple, list[Tensor]]:
     """Of two segments the second is NaN, at which nobody looks, and what the kernel makes of the first."""
-    g = given(torch.Generator().manual_seed(5), [64 * 2 + 9, 5], H=2, group=2, decay="none")
-    g.x.g[:137] = -0.01
+    g = given(torch.Generator().manual_seed(5), [64 + 9, 5], group=2, decay="none")
+    g.x.g[:73] = -0.01
     for x in (g.x.q, g.x.k, g.x.v, g.do):
-        x[137:] = torch.nan
-    return g, of_the_first(Machine("cpu"), g)
+        x[73:] = torch.nan
+    walked = Machine("cpu").walked(g)
+    return walked, of_the_first(Machine("cpu"), walked)
 
 
-def of_the_first(machine: Machine, g: Given) -> list[Tensor]:
-    return [x[:137] for x in machine.gradients(g).gradients.values()]
+def of_the_first(machine: Machine, walked: tuple) -> list[Tensor]:
+    return [x[:73] for x in machine.of(walked, programs=1).values()]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_seen(planted: tuple[Given, list[Tensor]], fault: str) -> None:
+def test_planted_faults_are_seen(planted: tuple[tuple, list[Tensor]], fault: str) -> None:
     before, after = FAULTS[fault]
     source = path_of(f"{TIER}.gradients").read_text()
     assert before in source
-    g, clean = planted
+    walked, clean = planted
     try:
-        found = of_the_first(Machine("cpu", {"gradients": source.replace(before, after)}), g)
+        found = of_the_first(Machine("cpu", {"gradients": source.replace(before, after)}), walked)
     except DeviceFault:
         return
     assert not all(map(same_bits, found, clean))

@@ -424,7 +424,6 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
                     barrier()
                     mbarrier.arrive(signals.index(DP_MADE), count=1)
                     M = dP * square.index(OF_P + here).load(ACC).to(gl.float32)
-                    M = gl.where(strictly_lower(square.index(ONES + here), ACC), M, 0.0)
                     out = warpgroup_mma(do, wide.index(OF_K + here), out, is_async=True)
                     M = sums_before(M, square.index(ONES + here), ACC)
                     out = warpgroup_mma_wait(0, deps=[out])

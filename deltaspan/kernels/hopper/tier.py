@@ -33,6 +33,7 @@ __all__ = [
     "chain",
     "conv_gradients",
     "convolve",
+    "exit_states",
     "gradients",
     "keep",
     "kept_bytes",
@@ -90,8 +91,12 @@ def prep(
 
 def summary(tape: Tape, runs: Runs, entry: Tensor) -> tuple[Tensor, Tensor]:
     """The affine map of each run: M [n, HV, 128, 128], and its exit state from `entry`, like it."""
-    _, exit, _ = _walked(tape, runs, entry, output=False, exits=True)
-    return transfer(tape, runs), exit
+    return transfer(tape, runs), exit_states(tape, runs, entry)
+
+
+def exit_states(tape: Tape, runs: Runs, entry: Tensor) -> Tensor:
+    """The exit state of each run from `entry`, [n, HV, 128, 128]."""
+    return _walked(tape, runs, entry, output=False, exits=True)[1]
 
 
 def transfer(tape: Tape, runs: Runs) -> Tensor:
