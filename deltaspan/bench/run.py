@@ -61,7 +61,7 @@ class Bench:
     backend: str  # the tier's name
     shards: Sequence[Shard]
     peers: Sequence[type[Peer]]
-    phases: Sequence[str] = tuple(PEAKS)  # what is timed: a tier without a backward has all forwards timed alone
+    phases: Sequence[str] = tuple(PEAKS)  # what is timed
 
     def run(self, tell: Tell = lambda text: None) -> Iterator[dict[str, Any]]:
         """Yields the record after each row: one that is cut short has the rows that were done.
@@ -179,16 +179,7 @@ def prepare(request: Request) -> Bench:
         request.packs, request.cp, request.layouts, hv=request.heads[1], sm_count=multiprocessors(torch.device(device))
     )
     shards = [*map(local_shard, names), *of_packs]
-    phases = tuple(PEAKS) if _has_backward(backend, device) else ("forward",)
-    return Bench(request, device, backend, shards, peers_by_name(request.peers, device), phases)
-
-
-def _has_backward(backend: str, device: str) -> bool:
-    try:
-        ds.chosen_backend(backend, device=device, backward=True)
-    except ValueError:
-        return False
-    return True
+    return Bench(request, device, backend, shards, peers_by_name(request.peers, device))
 
 
 def _absent() -> dict[str, Any]:

@@ -24,7 +24,7 @@ def is_supported(device: torch.device | str) -> bool:
 def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu", **call: Any) -> str:
     """The tier that serves `backend` on `device`.
 
-    call: of a call, what tiers tell apart: dtype, K, V, unit_keys, save_mode, and `backward`, whether it wants one.
+    call: of a call, what tiers tell apart: dtype, K, V, unit_keys and save_mode.
 
     Raises:
         ValueError: an unknown name, or a tier that does not serve the call, with the reason.
@@ -69,7 +69,7 @@ def tier(name: str) -> ModuleType:
 
 def _beyond_hopper(
     device: torch.device, *, dtype: torch.dtype = torch.bfloat16, K: int = 128, V: int = 128, unit_keys: bool = True,
-    save_mode: str = "light", backward: bool = False,
+    save_mode: str = "light",
 ) -> str | None:  # fmt: skip
     """Why the Hopper tier does not serve a call, None if it does."""
     if reason := _not_on(device):

@@ -63,19 +63,6 @@ def test_a_record_has_what_is_promised(known: None) -> None:
     assert row["ok"]
 
 
-def test_a_tier_without_a_backward_has_its_forward_timed(known: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = last(heads=(2, 4))
-    monkeypatch.setattr(bench_run, "_has_backward", lambda backend, device: False)
-    record = last(peers=["right", "hasty"], heads=(2, 4))
-    (row,) = record["rows"]
-    assert record["phases"] == ["forward"] and row["errors"].keys() == {"forward"} and row["forward_ms"] > 0
-    assert row["step_ms"] is None and row["control"].keys() == {"forward"} and row["peers"]["right"]["off"] is None
-    assert "(forward)" in row["peers"]["hasty"]["off"]
-    assert "forward MiB" in table(record)
-    assert full["phases"] == ["forward", "step"]
-    assert row["errors"]["forward"] == pytest.approx(full["rows"][0]["errors"]["forward"], rel=1e-6)
-
-
 def test_a_peer_without_a_backward_has_its_forward_timed(known: None) -> None:
     record = last(peers=["forward_only", "right"], heads=(2, 4))
     (row,) = record["rows"]
