@@ -218,13 +218,14 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
             if (held < CHUNK) | (first_broken < CHUNK):
                 fence_async_shared()
                 barrier()
-            passed = inner_products(state, costate, ACC) * exp2(G_end)
+            passed = inner_product(state, costate, WIDE)
             zero = gl.zeros([CHUNK, PANEL], gl.float32, ACC)
             KS = warpgroup_mma(k, state.permute((1, 0)), zero, is_async=True)
             QS = warpgroup_mma(q, state.permute((1, 0)), zero, is_async=True)
             KS, QS = warpgroup_mma_wait(0, deps=[KS, QS])
             a = exp2(G_row)
             of_panel = gl.sum(QS * do.load(ACC).to(gl.float32), 1) * (a * scale)
+            passed = gl.where(late(row) == 0, passed * exp2(G_end), 0.0)  # as if the first token had read it all
             read = of_panel + passed + gl.where(panel == 0, 0.0, read)
             KS = KS * a[:, None]
             seen = narrowed(KS)
@@ -288,11 +289,11 @@ def by_rows(place, x, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def inner_products(x, y, ACC: gl.constexpr):
-    """Of rows of 128."""
-    product = x.slice(0, 64, 1).load(ACC).to(gl.float32) * y.slice(0, 64, 1).load(ACC).to(gl.float32)
-    product += x.slice(64, 64, 1).load(ACC).to(gl.float32) * y.slice(64, 64, 1).load(ACC).to(gl.float32)
-    return gl.sum(product, 1)
+def inner_product(x, y, WIDE: gl.constexpr):
+    """Of two tiles of [64, 128]."""
+    product = x.slice(0, 64, 1).load(WIDE).to(gl.float32) * y.slice(0, 64, 1).load(WIDE).to(gl.float32)
+    product += x.slice(64, 64, 1).load(WIDE).to(gl.float32) * y.slice(64, 64, 1).load(WIDE).to(gl.float32)
+    return gl.sum(gl.sum(product, 1), 0)
 
 
 @gluon.jit
@@ -314,9 +315,10 @@ def strictly_lower(before, ACC: gl.constexpr):
 
 
 @gluon.jit
-def decay_ratios(G, ACC: gl.constexpr):
-    """2^(G_i - G_j) for i >= j, above the diagonal 1: the smaller of what is there and 1."""
-    return exp2(gl.minimum(G.load(gl.SliceLayout(1, ACC))[:, None] - G.load(gl.SliceLayout(0, ACC))[None, :], 0.0))
+def decay_ratios(G, ACC: gl.constexpr, FIRST: gl.constexpr = 0, WIDTH: gl.constexpr = CHUNK):
+    """2^(G_i - G_j) for i >= j, above the diagonal 1, the smaller of what is there and 1; of columns from FIRST on."""
+    column = G.slice(FIRST, WIDTH, 0).load(gl.SliceLayout(0, ACC))
+    return exp2(gl.minimum(G.load(gl.SliceLayout(1, ACC))[:, None] - column[None, :], 0.0))
 
 
 @gluon.jit
@@ -333,18 +335,21 @@ def sums_before(M, before, ACC: gl.constexpr):
 
 
 @gluon.jit
-def decay_tiles(A, decay, G, p, tf, before, signal, scale, ACC: gl.constexpr):
-    """T and F of a value head, and its G."""
+def decay_tiles(A, decay, G, p, tf, before, signal, scale):
+    """T and F of a value head, and its G; by halves, beside accumulators that fill the registers."""
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)))
-    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
-    w = gl.load(A + row[:, None] * CHUNK + column[None, :])
+    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, HALF)))
+    column = gl.arange(0, 32, layout=gl.SliceLayout(0, HALF))
     G.store(gl.load(decay + late(gl.arange(0, CHUNK, layout=FLAT))))
     barrier()
-    E = decay_ratios(G, ACC)
-    tf.slice(0, CHUNK, 1).store((w.to(gl.float32) * E).to(gl.bfloat16))
-    P = gl.where(lower(before, ACC), p.load(ACC).to(gl.float32), 0.0)
-    tf.slice(CHUNK, CHUNK, 1).store((P * (E * scale)).to(gl.bfloat16))
+    for half in gl.static_range(2):
+        a = gl.load(A + half * 32 + row[:, None] * CHUNK + column[None, :])
+        E = decay_ratios(G, HALF, half * 32, 32)
+        tf.slice(half * 32, 32, 1).store((a.to(gl.float32) * E).to(gl.bfloat16))
+        P = p.slice(half * 32, 32, 1).load(HALF).to(gl.float32)
+        P = gl.where(lower(before.slice(half * 32, 32, 1), HALF), P, 0.0)
+        tf.slice(CHUNK + half * 32, 32, 1).store((P * (E * scale)).to(gl.bfloat16))
     fence_async_shared()
     barrier()
     mbarrier.arrive(signal, count=1)
@@ -391,7 +396,7 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
         tf = wide.index(OF_TF + here)
         decay_tiles(
             A + first * (CHUNK * CHUNK), G + first * CHUNK, rows.index(head & 1), square.index(OF_P + here), tf, square.index(ONES + here),
-            signals.index(DECAYED), scale, ACC,
+            signals.index(DECAYED), scale,
         )  # fmt: skip
         out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
         for e in range(GROUP):
@@ -409,7 +414,7 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
                         decay_tiles(
                             A + following * (CHUNK * CHUNK), G + following * CHUNK, rows.index((head & 1) ^ 1),
                             square.index(OF_P + here), wide.index(OF_TF + here), square.index(ONES + here),
-                            signals.index(DECAYED), scale, ACC,
+                            signals.index(DECAYED), scale,
                         )  # fmt: skip
                 scaled = narrowed(do.load(LEFT).to(gl.float32) * read[:, None])
                 dP = warpgroup_mma(do, square.index(OF_U + here + panel).permute((1, 0)), dP, is_async=True)
