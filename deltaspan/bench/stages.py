@@ -148,6 +148,12 @@ class Problem:
         unit = torch.eye(HEAD_DIM, dtype=torch.float64, device=v.device).expand(1, group, -1, -1)
         _, M = truth(q, k, torch.zeros_like(v), g, beta, initial_state=unit)
 
+        whole = (end - begin - 1) // CHUNK * CHUNK  # tokens before the last chunk
+        before = state
+        if whole:
+            before = truth(*(t[:, :whole] for t in (q, k, v, g, beta)), cu_seqlens=[0, whole], initial_state=state)[1]
+        last = self.cut.every.table[0, 2].item() + whole // CHUNK
+
         def relative(found: Tensor, truth: Tensor) -> float:
             return ((found.double() - truth).norm() / truth.norm().clamp(min=1e-30)).item()
 
@@ -162,8 +168,10 @@ class Problem:
             "adjoint walk": of_state(self.walk_back(False), entering),
             "adjoint walk on halves": of_state(self.walk_back(True), entering),
             "entry adjoints": of_state(self.entry_adjoints(), entering),
+            "states of chunks": relative(self.chunk_states().state[last, :group].mT, before[0].detach()),
             "gradients": max(
-                relative(found[begin:end, :group], true[0]) for found, true in zip(self.gradients()[2:4], (dv, dg))
+                relative(found[begin:end, :group], true[0])
+                for found, true in zip(self.gradients()[2:4], (dv, dg), strict=True)
             ),
         }
 

@@ -237,8 +237,8 @@ def test_outputs_of_hard_inputs(rng, tier, change):
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("change", HARD)
 def test_gradients_of_hard_inputs(rng, tier, change):
-    # Nearly equal keys at beta near 1 make I + tril(beta K K^T) of condition 64^2: it takes four digits more. dv is then
-    # nearly dU less that of the next token: what they share cancels, but not its roundings.
+    # Nearly equal keys at beta near 1 make I + tril(beta K K^T) of condition 64^2: it takes four digits more. dv is
+    # then nearly dU less that of the next token: what they share cancels, but not its roundings.
     bound, roundings = (1e-8, 3.0) if change is collinear else (1e-11, 1.5)
     gradients_are_true(hardened(rng, tier, change), bound, roundings)
 

@@ -330,7 +330,9 @@ def walk(
             O = warpgroup_mma(r2, w.permute((1, 0)), O, is_async=True)
             S, O, s, r, r2, x, w, q = warpgroup_mma_wait(0, deps=[S, O, s, r, r2, x, w, q])
             token = begin + i * CHUNK
-            store_output(out_tiles, o, outs.index(HELD // HALF), O.to(gl.bfloat16), token, end, hv * HEAD_DIM + first, HV)
+            store_output(
+                out_tiles, o, outs.index(HELD // HALF), O.to(gl.bfloat16), token, end, hv * HEAD_DIM + first, HV
+            )
         else:
             S = warpgroup_mma(r, x, S, is_async=True)
             S = warpgroup_mma_wait(0, deps=[S, r, x])[0]

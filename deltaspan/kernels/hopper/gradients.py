@@ -47,6 +47,9 @@ from deltaspan.kernels.hopper.gluon import (
 )
 from deltaspan.kernels.hopper.prep import Prepared, away_from_zero
 
+# `of_keys` and `of_queries` each hold dk or dq in 64 registers, Y or dP in 32 and a left operand in 16; `update` two
+# accumulators of 32, and a K S and R in 16 each. All lay addresses by outside their loops. With more for one another
+# lays more by, and where that is `update`, ptxas waits after every product.
 LAUNCH = {"KEY_REGISTERS": 168, "QUERY_REGISTERS": 160}
 
 CHUNK = gl.constexpr(64)
@@ -83,18 +86,18 @@ def gradients_kernel(
     q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, A, G, beta, broken, chunks, dq, dk, dv, dg, dbeta, items, NC,
     scale, H: gl.constexpr, GROUP: gl.constexpr, KEY_REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles (descriptors): q, k [T, H * 128] by [64, 128]; v, do [T, HV * 128] by [64, 64]; S, D [NC * HV * 128, 128] by
-    [64, 128], the rows V and the columns K.
+    """Tiles (descriptors): q, k [T, H * 128] by [64, 128]; v, do [T, HV * 128] by [64, 64]; S, D [NC * HV * 128, 128]
+    by [64, 128], the rows V and the columns K.
 
     A [HV, NC, 64, 64] bf16; G [HV, NC, 64] fp32; beta [T, HV] fp32 or bf16; broken [H, NC] and chunks [NC, 2] int32 as
     prep has them; dq, dk [T, H, 128], dv [T, HV, 128] bf16; dg, dbeta [T, HV] fp32; items = NC * H, which the programs
     take by turns.
     """
-    ROW: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # few allocations with many places: a partition keeps the address of each in registers
+    # few allocations with many places: what partitions are handed takes shared memory, of which 324 bytes are left
     wide = gl.allocate_shared_memory(gl.bfloat16, [3, CHUNK, HEAD_DIM], k_tiles.layout)
     square = gl.allocate_shared_memory(gl.bfloat16, [4, CHUNK, CHUNK], SQUARE)
     vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, PANEL], v_tiles.layout)  # V, then R, dU, dR; and Y
@@ -111,9 +114,9 @@ def gradients_kernel(
             mbarrier.init(signals.index(j), count=2)
         else:
             mbarrier.init(signals.index(j), count=1)
-    l = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ROW))
-    j = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ROW))
-    square.index(ONES).store(gl.where(l[:, None] < j[None, :], 1.0, 0.0).to(gl.bfloat16))
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
+    square.index(ONES).store(gl.where(row[:, None] < column[None, :], 1.0, 0.0).to(gl.bfloat16))
     fence_async_shared()
     barrier()
 
@@ -171,7 +174,7 @@ def load(places, given, H: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
     """U and dR of every unit, and of a token's inner products those that they take part in."""
-    wide, square, vs, dos, states, costates, rows, sums, signals = places
+    wide, square, vs, dos, states, costates, rows, _, signals = places
     G, broken, chunks, dv, items, NC, scale = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
@@ -298,8 +301,8 @@ def inner_product(x, y, WIDE: gl.constexpr):
 
 @gluon.jit
 def in_place(count, other):
-    """0 for what is not negative, as the compiler does not know: what depends on it is not kept in registers over a loop
-    that counts."""
+    """0 for what is not negative, as the compiler does not know: what depends on it is not kept in registers all along
+    a loop that counts."""
     return (count | other) >> 31
 
 
@@ -358,7 +361,7 @@ def decay_tiles(A, decay, G, p, tf, before, signal, scale):
 @gluon.jit
 def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
     """P and K K^T of every item, T and F of every head; dP, dq and dg."""
-    wide, square, vs, dos, states, costates, rows, sums, signals = places
+    wide, square, _, dos, states, _, rows, sums, signals = places
     A, G, chunks, dq, dg, items, NC, scale = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -395,8 +398,8 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
         mbarrier.arrive(signals.index(SCORED), count=1)
         tf = wide.index(OF_TF + here)
         decay_tiles(
-            A + first * (CHUNK * CHUNK), G + first * CHUNK, rows.index(head & 1), square.index(OF_P + here), tf, square.index(ONES + here),
-            signals.index(DECAYED), scale,
+            A + first * (CHUNK * CHUNK), G + first * CHUNK, rows.index(head & 1), square.index(OF_P + here), tf,
+            square.index(ONES + here), signals.index(DECAYED), scale,
         )  # fmt: skip
         out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
         for e in range(GROUP):
@@ -408,7 +411,7 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
             for panel in gl.static_range(2):
                 do = dos.index(stage)
                 mbarrier.wait(signals.index(MADE + panel), head & 1)
-                if panel == 1:
+                if panel == 1:  # noqa: SIM102  known when the kernel is compiled, and the other is not
                     if e + 1 < GROUP:  # the sooner, the better: `update` waits for them next
                         following = this + NC
                         decay_tiles(
@@ -539,18 +542,17 @@ def gradients(
     chunks: Tensor, scale: float, *, programs: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Launches the kernel; ready q, k [T, H, 128], v, do [T, HV, 128] bf16, rows of any pitch; beta [T, HV] fp32 or
-    bf16; the state at every chunk's start and its adjoint at every chunk's end [NC, HV, V, K] bf16; chunks [NC, 2] int32.
-    programs: at most so many, as many as run at once.
+    bf16; the state at every chunk's start and its adjoint at every chunk's end [NC, HV, V, K] bf16; chunks [NC, 2]
+    int32. programs: at most so many, as many as run at once.
 
-    Returns dq, dk like q, dv like v, dense, and dg, dbeta [T, HV] fp32; of tokens outside all chunks they are zero.
+    Returns dq, dk like q, dv like v, dense, and dg, dbeta [T, HV] fp32. Nothing is written for tokens outside all
+    chunks.
     """
     (T, H, D), HV, NC = k.shape, v.shape[1], len(chunks)
     A, G, broken, _, lengths = made
     assert lengths is None, "the gradients take ready q and k"
-    empty = torch.empty
-    of = {"device": k.device}
-    dq, dk, dv = (empty(T, heads, D, dtype=k.dtype, **of) for heads in (H, H, HV))
-    dg, dbeta = (empty(T, HV, dtype=torch.float32, **of) for _ in range(2))
+    dq, dk, dv = (k.new_empty(T, heads, D) for heads in (H, H, HV))
+    dg, dbeta = (k.new_empty(T, HV, dtype=torch.float32) for _ in range(2))
     if NC:
         launch(
             gradients_kernel, (min(programs, NC * H),), row_tiles(q), row_tiles(k), row_tiles(v, 64), row_tiles(do, 64),
