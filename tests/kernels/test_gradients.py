@@ -239,7 +239,7 @@ FAULTS = {
     "dO not cleared in a tail": ("                clear_behind(do, held)\n", ""),
     "q not cleared in a tail": ("            clear_behind(q, held)\n", ""),
     "k not cleared in a tail": ("            clear_behind(k, held)\n", ""),
-    "K K^T in F": ("gl.where(lower(before, ACC), p.load(ACC).to(gl.float32), 0.0)", "p.load(ACC).to(gl.float32)"),
+    "K K^T in F": ("        P = gl.where(lower(before.slice(half * 32, 32, 1), HALF), P, 0.0)\n", ""),
     "dP above the diagonal": ("gl.where(lower(square.index(ONES + here), ACC), dP * E, 0.0)", "dP * E"),
     "Y on the diagonal": ("gl.where(strictly_lower(square.index(ONES + here), ACC), -Y * E, 0.0)",
                           "gl.where(lower(square.index(ONES + here), ACC), -Y * E, 0.0)"),
@@ -251,7 +251,7 @@ FAULTS = {
     "dq of the last head alone": ("            this = first + e * NC\n",
                                   "            this = first + e * NC\n            out = out * 0.0\n"),
     "S of another panel": ("+ panel * PANEL\n                column", "\n                column"),
-    "a row behind the tail stored": ("mask=(row < held)[:, None]", "mask=(row <= held)[:, None]"),
+    "a row behind the tail stored": ("store_rows(dv, out, token, held", "store_rows(dv, out, token, held + 1"),
 }  # fmt: skip
 
 

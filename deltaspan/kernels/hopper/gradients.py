@@ -29,6 +29,16 @@ key that breaks the promise of unit keys turns dO into NaN from its row on: dq f
 import torch
 from torch import Tensor
 
+from deltaspan.kernels.hopper.chunk import (
+    by_rows,
+    decay_ratios,
+    in_place,
+    inner_product,
+    lower,
+    store_rows,
+    strictly_lower,
+    sums_before,
+)
 from deltaspan.kernels.hopper.forward import clear_behind, late
 from deltaspan.kernels.hopper.gluon import (
     barrier,
@@ -57,28 +67,14 @@ HEAD_DIM = gl.constexpr(128)
 PANEL = gl.constexpr(64)  # of V
 STAGES = gl.constexpr(3)  # of units; with all else they fill shared memory
 # places of [64, 128]: Q, and dk; K; T beside F, and dq
-OF_Q = gl.constexpr(0)
-OF_K = gl.constexpr(1)
-OF_TF = gl.constexpr(2)
+OF_Q, OF_K, OF_TF = map(gl.constexpr, range(3))
 # of [64, 64]: U of both panels; P, and K K^T above the diagonal; ones where l < j
-OF_U = gl.constexpr(0)
-OF_P = gl.constexpr(2)
-ONES = gl.constexpr(3)
+OF_U, OF_P, ONES = map(gl.constexpr, (0, 2, 3))
 # of [64] fp32: G of two heads; of each token <x1, q> - <x2, k>, kappa, and <dR, R>
-READ = gl.constexpr(2)
-KAPPA = gl.constexpr(3)
-ERROR = gl.constexpr(4)
-# signals: of a unit's stage; U and dR of a panel; of an item q and k, P; of a head T and F, dP, the share of Y in dg
-FULL = gl.constexpr(0)
-EMPTY = gl.constexpr(3)
-MADE = gl.constexpr(6)
-USED = gl.constexpr(8)
-ITEM_FULL = gl.constexpr(10)
-ITEM_LEFT = gl.constexpr(11)
-SCORED = gl.constexpr(12)
-DECAYED = gl.constexpr(13)
-DP_MADE = gl.constexpr(14)
-SUMMED = gl.constexpr(15)
+READ, KAPPA, ERROR = map(gl.constexpr, (2, 3, 4))
+# signals: of a unit's stage; U and dR of a panel; of an item q and k, and P; of a head T and F, dP, the share of Y in dg
+FULL, EMPTY, MADE, USED = map(gl.constexpr, (0, 3, 6, 8))
+ITEM_FULL, ITEM_LEFT, SCORED, DECAYED, DP_MADE, SUMMED = map(gl.constexpr, range(10, 16))
 
 
 @gluon.jit
@@ -271,70 +267,6 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
             stage = gl.where(stage == STAGES, 0, stage)
         mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
         turn = turn + 1
-
-
-@gluon.jit
-def store_rows(to, x, token, held, heads, head, first, WIDE: gl.constexpr):
-    """Rows of a chunk to [T, heads, 128], from channel `first` on, as far as there are tokens."""
-    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE)))
-    channel = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, WIDE))
-    at = ((token + row).to(gl.int64) * heads + head) * HEAD_DIM + first
-    gl.store(to + at[:, None] + channel[None, :], x, mask=(row < held)[:, None])
-
-
-@gluon.jit
-def by_rows(place, x, WIDE: gl.constexpr):
-    """x in bf16 as it is stored to memory, by way of a place that nobody reads any more."""
-    place.store(x.to(gl.bfloat16))
-    fence_async_shared()
-    barrier()
-    return place.load(WIDE)
-
-
-@gluon.jit
-def inner_product(x, y, WIDE: gl.constexpr):
-    """Of two tiles of [64, 128]."""
-    product = x.slice(0, 64, 1).load(WIDE).to(gl.float32) * y.slice(0, 64, 1).load(WIDE).to(gl.float32)
-    product += x.slice(64, 64, 1).load(WIDE).to(gl.float32) * y.slice(64, 64, 1).load(WIDE).to(gl.float32)
-    return gl.sum(gl.sum(product, 1), 0)
-
-
-@gluon.jit
-def in_place(count, other):
-    """0 for what is not negative, as the compiler does not know: what depends on it is not kept in registers all along
-    a loop that counts."""
-    return (count | other) >> 31
-
-
-@gluon.jit
-def lower(before, ACC: gl.constexpr):
-    """Where i >= j, of a chunk's square."""
-    return before.load(ACC).to(gl.float32) == 0.0
-
-
-@gluon.jit
-def strictly_lower(before, ACC: gl.constexpr):
-    return before.permute((1, 0)).load(ACC).to(gl.float32) != 0.0
-
-
-@gluon.jit
-def decay_ratios(G, ACC: gl.constexpr, FIRST: gl.constexpr = 0, WIDTH: gl.constexpr = CHUNK):
-    """2^(G_i - G_j) for i >= j, above the diagonal 1, the smaller of what is there and 1; of columns from FIRST on."""
-    column = G.slice(FIRST, WIDTH, 0).load(gl.SliceLayout(0, ACC))
-    return exp2(gl.minimum(G.load(gl.SliceLayout(1, ACC))[:, None] - column[None, :], 0.0))
-
-
-@gluon.jit
-def sums_before(M, before, ACC: gl.constexpr):
-    """Along rows, for each column the sum of those before it, in 16 bits."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    high = narrowed(M)
-    low = gl.convert_layout(narrowed(M - high.to(gl.float32)), LEFT)
-    high = gl.convert_layout(high, LEFT)
-    summed = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
-    summed = warpgroup_mma(high, before, summed, is_async=True)
-    summed = warpgroup_mma(low, before, summed, is_async=True)
-    return warpgroup_mma_wait(0, deps=[summed, high, low])[0]
 
 
 @gluon.jit
