@@ -60,7 +60,7 @@ from deltaspan.kernels.hopper.prep import Prepared, away_from_zero
 # `of_keys` and `of_queries` each hold dk or dq in 64 registers, Y or dP in 32 and a left operand in 16; `update` two
 # accumulators of 32, and a K S and R in 16 each. All lay addresses by outside their loops. With more for one another
 # lays more by, and where that is `update`, ptxas waits after every product.
-LAUNCH = {"KEY_REGISTERS": 168, "QUERY_REGISTERS": 160}
+LAUNCH = {"KEY_REGISTERS": 160, "QUERY_REGISTERS": 160}
 
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
