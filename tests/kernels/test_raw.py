@@ -229,7 +229,7 @@ FAULTS = {
         "forward", "gamma = keeps.index(b)", "gamma = reads.index(b)"
     ),
     "rows of A as they were": (
-        "prep", "x = x * inverse.index(i).load(gl.SliceLayout(1, MMA))[:, None]", "x = x + 0.0"
+        "prep", "    x = x * scale\n", "    x = x * SCALE\n"
     ),
     "one side of K K^T as it was": (
         "prep", "return n_ij * inverse.index(j).load(gl.SliceLayout(0, MMA))[None, :]", "return n_ij"

@@ -72,7 +72,7 @@ OF_Q, OF_K, OF_TF = map(gl.constexpr, range(3))
 OF_U, OF_P, ONES = map(gl.constexpr, (0, 2, 3))
 # of [64] fp32: G of two heads; of each token <x1, q> - <x2, k>, kappa, and <dR, R>
 READ, KAPPA, ERROR = map(gl.constexpr, (2, 3, 4))
-# signals: of a unit's stage; U and dR of a panel; of an item q and k, and P; of a head T and F, dP, the share of Y in dg
+# signals: of a unit's stage; U and dR of a panel; of an item q and k, and P; of a head T and F, dP, what Y adds to dg
 FULL, EMPTY, MADE, USED = map(gl.constexpr, (0, 3, 6, 8))
 ITEM_FULL, ITEM_LEFT, SCORED, DECAYED, DP_MADE, SUMMED = map(gl.constexpr, range(10, 16))
 
@@ -338,7 +338,7 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
             here = in_place(head, items)
             this = first + e * NC
             decay = G + this * CHUNK
-            read = exp2(gl.load(decay + late(left_row))) * scale
+            read = exp2(gl.load(decay + left_row)) * scale
             dP = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             for panel in gl.static_range(2):
                 do = dos.index(stage)
@@ -351,7 +351,7 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
                             square.index(OF_P + here), wide.index(OF_TF + here), square.index(ONES + here),
                             signals.index(DECAYED), scale,
                         )  # fmt: skip
-                scaled = narrowed(do.load(LEFT).to(gl.float32) * read[:, None])
+                scaled = (do.load(LEFT).to(gl.float32) * read[:, None]).to(gl.bfloat16)
                 dP = warpgroup_mma(do, square.index(OF_U + here + panel).permute((1, 0)), dP, is_async=True)
                 out = warpgroup_mma(scaled, states.index(stage), out, is_async=True)
                 dP, out, scaled = warpgroup_mma_wait(0, deps=[dP, out, scaled])
@@ -417,7 +417,7 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
             k = wide.index(OF_K + here)
             hv = h * GROUP + e
             decay = G + (hv.to(gl.int64) * NC + c) * CHUNK
-            G_left = gl.load(decay + late(left_row))
+            G_left = gl.load(decay + left_row)
             taken = -exp2(G_left)
             given_on = exp2(gl.load(decay + CHUNK - 1) - G_left)
             Y = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
@@ -425,11 +425,11 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
                 v = vs.index(stage)
                 u = square.index(OF_U + here + panel)
                 mbarrier.wait(signals.index(MADE + panel), head & 1)
-                dr = narrowed(v.load(LEFT).to(gl.float32) * taken[:, None])
+                dr = (v.load(LEFT).to(gl.float32) * taken[:, None]).to(gl.bfloat16)
                 Y = warpgroup_mma(v, u.permute((1, 0)), Y, is_async=True)
                 out = warpgroup_mma(dr, states.index(stage), out, is_async=True)
                 Y, out, dr = warpgroup_mma_wait(0, deps=[Y, out, dr])
-                written = narrowed(u.load(LEFT).to(gl.float32) * given_on[:, None])
+                written = (u.load(LEFT).to(gl.float32) * given_on[:, None]).to(gl.bfloat16)
                 out = warpgroup_mma(written, costates.index(stage), out, is_async=True)
                 out, written = warpgroup_mma_wait(0, deps=[out, written])
                 if panel == 1:

@@ -41,7 +41,8 @@ LOWEST_DECAY = gl.constexpr(-110.0)  # e^-110 is zero in fp32; more would only c
 LONGEST_KEY = gl.constexpr(1.03)  # |k|^2 of a unit key rounded to bf16 stays below 1.01
 LARGEST = gl.constexpr(3.4028234663852886e38)  # |k|^2 of a key that can be normalised
 FAINTEST = gl.constexpr(2.0**-27)  # of writes: below fp32's rounding of one, and times RANGE still among fp16's numbers
-RANGE = gl.constexpr(2.0**13)  # by which A is kept as fp16 halves: entries are at most 2^2
+RANGE = gl.constexpr(2.0**13)  # times which A is kept as fp16 halves: entries are at most 2^2
+BACK = gl.constexpr(2.0**-13)
 
 
 @gluon.jit
@@ -251,14 +252,14 @@ def merge(
     a10 = product(d1h, d1l, as_right(zh, MMA), as_right(zl, MMA), zero)
     s10 = product(as_left(zh, MMA), as_left(zl, MMA), as_right(d1h, MMA), as_right(d1l, MMA), zero)  # A_10^T
     a32 = product(d3h, d3l, as_right(yh, MMA), as_right(yl, MMA), zero)
-    put(out, 1, 0, a10, inverse, L2NORM, MMA)
-    put(out, 3, 2, a32, inverse, L2NORM, MMA)
-    put(out, 1, 1, joined(d1h, d1l, MMA) * RANGE, inverse, L2NORM, MMA)
-    put(out, 3, 3, joined(d3h, d3l, MMA) * RANGE, inverse, L2NORM, MMA)
-    sh, sl = halves(s10 * (1 / RANGE))
+    put(out, 1, 0, a10, BACK * BACK, inverse, L2NORM, MMA)
+    put(out, 3, 2, a32, BACK * BACK, inverse, L2NORM, MMA)
+    put(out, 1, 1, joined(d1h, d1l, MMA), BACK, inverse, L2NORM, MMA)
+    put(out, 3, 3, joined(d3h, d3l, MMA), BACK, inverse, L2NORM, MMA)
+    sh, sl = halves(s10 * BACK)
     sh = as_left(sh, MMA)
     sl = as_left(sl, MMA)
-    fh, fl = halves(a32 * (1 / RANGE))
+    fh, fl = halves(a32 * BACK)
     fh = as_left(fh, MMA)
     fl = as_left(fl, MMA)
     # blocks (2, 0) to (3, 1): z_ba^T = sum over columns of (n A)^T
@@ -273,15 +274,15 @@ def merge(
     h21, l21 = halves(z21)
     h30, l30 = halves(z30)
     h31, l31 = halves(z31)
-    put(out, 2, 0, product(d2h, d2l, as_right(h20, MMA), as_right(l20, MMA), zero), inverse, L2NORM, MMA)
-    put(out, 2, 1, product(d2h, d2l, as_right(h21, MMA), as_right(l21, MMA), zero), inverse, L2NORM, MMA)
+    put(out, 2, 0, product(d2h, d2l, as_right(h20, MMA), as_right(l20, MMA), zero), BACK * BACK, inverse, L2NORM, MMA)
+    put(out, 2, 1, product(d2h, d2l, as_right(h21, MMA), as_right(l21, MMA), zero), BACK * BACK, inverse, L2NORM, MMA)
     a30 = product(fh, fl, as_right(h20, MMA), as_right(l20, MMA), zero)
-    put(out, 3, 0, product(d3h, d3l, as_right(h30, MMA), as_right(l30, MMA), a30), inverse, L2NORM, MMA)
+    put(out, 3, 0, product(d3h, d3l, as_right(h30, MMA), as_right(l30, MMA), a30), BACK * BACK, inverse, L2NORM, MMA)
     a31 = product(fh, fl, as_right(h21, MMA), as_right(l21, MMA), zero)
-    put(out, 3, 1, product(d3h, d3l, as_right(h31, MMA), as_right(l31, MMA), a31), inverse, L2NORM, MMA)
-    put(out, 2, 2, joined(d2h, d2l, MMA) * RANGE, inverse, L2NORM, MMA)
+    put(out, 3, 1, product(d3h, d3l, as_right(h31, MMA), as_right(l31, MMA), a31), BACK * BACK, inverse, L2NORM, MMA)
+    put(out, 2, 2, joined(d2h, d2l, MMA), BACK, inverse, L2NORM, MMA)
     d0h, d0l = block(hi, lo, first, 0, False, MMA)
-    put(out, 0, 0, joined(d0h, d0l, MMA) * RANGE, inverse, L2NORM, MMA)
+    put(out, 0, 0, joined(d0h, d0l, MMA), BACK, inverse, L2NORM, MMA)
 
 
 @gluon.jit
@@ -364,16 +365,19 @@ def by_token(x):
 
 
 @gluon.jit
-def put(out, i: gl.constexpr, j: gl.constexpr, x, inverse, L2NORM: gl.constexpr, MMA: gl.constexpr):
-    """Stores block (i, j) of A, with raw keys each row times its key's inverse length; 8 bytes a lane."""
+def put(
+    out, i: gl.constexpr, j: gl.constexpr, x, SCALE: gl.constexpr, inverse, L2NORM: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
+    """Stores block (i, j) of A, SCALE times x, and with raw keys each row times its inverse length; 8 bytes a lane."""
     TILE: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [2, 0]], [[0, 4], [0, 8], [1, 0], [4, 0], [8, 0]], [], [], [16, 16]
     )
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, TILE))
     column = gl.arange(0, 16, layout=gl.SliceLayout(0, TILE))
+    scale = SCALE
     if L2NORM:
-        x = x * inverse.index(i).load(gl.SliceLayout(1, MMA))[:, None]
-    x = x * (1 / (RANGE * RANGE))
+        scale = (inverse.index(i).load(gl.SliceLayout(1, MMA)) * SCALE)[:, None]
+    x = x * scale
     at = out + (i * 16 * CHUNK + j * 16) + row[:, None] * CHUNK + column[None, :]
     gl.store(at, gl.convert_layout(by_token(x.to(gl.bfloat16)), TILE))
 
