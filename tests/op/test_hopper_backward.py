@@ -13,8 +13,10 @@ from tests.op.support import LAYOUTS, Pack, differing, join, leaf, listed, run_r
 
 LENGTHS = [700, 1, 0, 799, 64, 63, 1300, 130]
 FEW = [130, 1, 0, 70]  # for the emulator
-# Five to eight roundings of 2^-9 each to bf16, as the tests of the kernel have it.
-BF16 = 6e-3
+# Five to eight roundings to bf16 as the tests of the kernel have it, and those of the chunks before and behind.
+BF16 = 8e-3
+# Where little decays dg is <D, S> at every chunk, less than |D| |S| / 128 or more, but with the roundings of all of that.
+BOUNDS = {"dg": 2e-2}
 
 
 def context(part: ds.Partition, device: str, **plan) -> ds.Context:
@@ -25,7 +27,7 @@ def exact(pack: Pack, ctx: ds.Context, **options) -> dict[str, torch.Tensor]:
     found = join(ctx.part, run_rule(pack, ctx, backend="hopper", **options))
     on_host = pack._replace(**{name: getattr(pack, name).cpu() for name in pack._fields[1:]})
     for name, true in true_rule(on_host).items():
-        assert relative(found[name].cpu(), true) < BF16, name
+        assert relative(found[name].cpu(), true) < BOUNDS.get(name, BF16), name
     return found
 
 
