@@ -9,6 +9,7 @@ import torch
 
 TIERS = ("torch", "hopper")
 HOMES = {"torch": "deltaspan.kernels.torch", "hopper": "deltaspan.kernels.hopper.tier"}
+MOST_HEADS = 8  # value heads to a key head on the Hopper tier, which prepares all of them in one warp
 MOST_TAPS = 8  # of a convolution on the Hopper tier, which keeps a row and weights of each in registers
 
 
@@ -24,7 +25,8 @@ def is_supported(device: torch.device | str) -> bool:
 def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu", **call: Any) -> str:
     """The tier that serves `backend` on `device`.
 
-    call: of a call, what tiers tell apart: dtype, K, V, unit_keys and save_mode.
+    call: of a call, what tiers tell apart: dtype, K, V, `group`, the value heads of a key head, scale, unit_keys and
+        save_mode.
 
     Raises:
         ValueError: an unknown name, or a tier that does not serve the call, with the reason.
@@ -68,14 +70,18 @@ def tier(name: str) -> ModuleType:
 
 
 def _beyond_hopper(
-    device: torch.device, *, dtype: torch.dtype = torch.bfloat16, K: int = 128, V: int = 128, unit_keys: bool = True,
-    save_mode: str = "light",
+    device: torch.device, *, dtype: torch.dtype = torch.bfloat16, K: int = 128, V: int = 128, group: int = 1,
+    scale: float | None = None, unit_keys: bool = True, save_mode: str = "light",
 ) -> str | None:  # fmt: skip
     """Why the Hopper tier does not serve a call, None if it does."""
     if reason := _not_on(device):
         return reason
     if dtype != torch.bfloat16 or (K, V) != (128, 128):
         return f"serves bf16 operands with K = V = 128, not {dtype} with K={K} and V={V}"
+    if group > MOST_HEADS:
+        return f"serves up to {MOST_HEADS} value heads to a key head, not {group}"
+    if scale is not None and scale <= 0:
+        return f"serves scales above zero, not {scale}"
     if not unit_keys:
         return "serves unit_keys=True alone"
     if save_mode != "light":

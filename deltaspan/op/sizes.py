@@ -65,7 +65,8 @@ def saved_bytes(
         save_transfer=save_transfer, backend=backend,
     )  # fmt: skip
     check_segments(segments, ctx.part)
-    backend = select.chosen_backend(backend, device=ctx.device, dtype=dtype, K=K, V=V, save_mode=save_mode)
+    call = {"dtype": dtype, "K": K, "V": V, "group": HV // H, "save_mode": save_mode}
+    backend = select.chosen_backend(backend, device=ctx.device, **call)
     heads = {"HV": HV, "K": K, "V": V, "state_size": _state_size(dtype)}
 
     def of_rank(view: RankView) -> int:

@@ -1,10 +1,13 @@
 """The Hopper tier through the public calls, on a GPU and on the emulator: exact to bf16, same bits by every way, and
 what it refuses."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import deltaspan as ds
+from deltaspan.kernels import select
 from deltaspan.reference import chunked_gated_delta_rule
 from tests.helpers import same_bits
 from tests.op.hopper import BF16, drawn, relative, run
@@ -13,6 +16,16 @@ from tests.op.support import LAYOUTS, draw, offsets, split
 
 LENGTHS = [700, 1, 0, 799, 64, 63, 1300, 130]
 FEW = [330, 1, 0, 90]  # for the emulator
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if every device were a Hopper GPU with Triton."""
+    monkeypatch.setattr(select, "_not_on", lambda device: None)
+    monkeypatch.setattr(select, "_without_triton", lambda: None)
+    select._chosen.cache_clear()
+    yield
+    select._chosen.cache_clear()
 
 
 @pytest.mark.gpu
@@ -105,23 +118,26 @@ def test_strided_and_raw_operands(rng: torch.Generator) -> None:
     assert relative(results[0], results[1].double()) < 2 * BF16
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
         ({"unit_keys": False}, "unit_keys=True alone"),
+        ({"scale": 0.0}, "scales above zero, not 0.0"),
+        ({"scale": -1.0}, "scales above zero, not -1.0"),
+        ({"HV": 9}, "up to 8 value heads to a key head, not 9"),
         ({"save_mode": "full"}, "save_mode='full'"),
         ({"dtype": torch.float32}, "bf16 operands with K = V = 128, not torch.float32"),
         ({"K": 64}, "K=64 and V=64"),
     ],
 )
-def test_refused(rng: torch.Generator, changed: dict, says: str) -> None:
+def test_refused(anywhere: None, rng: torch.Generator, changed: dict, says: str) -> None:
+    """Whatever the device: by the call alone."""
     dim, dtype = changed.get("K", 128), changed.get("dtype", torch.bfloat16)
-    options = {name: value for name, value in changed.items() if name not in ("K", "dtype")}
-    pack = draw(rng, [70], K=dim, V=dim).to(dtype)
-    ctx = ds.build_context(ds.partition(pack.cu_seqlens, 1))
+    options = {name: value for name, value in changed.items() if name not in ("K", "dtype", "HV")}
+    pack = draw(rng, [70], H=1, HV=changed.get("HV", 2), K=dim, V=dim).to(dtype)
+    ctx = ds.build_context(ds.partition(pack.cu_seqlens, 1), device="cpu")
     with pytest.raises(ValueError, match=says):
-        ds.forward(*(x.cuda() for x in pack[1:6]), ctx, backend="hopper", **options)
+        ds.forward(*pack[1:6], ctx, backend="hopper", **options)
 
 
 def test_refused_where_there_is_no_such_device(rng: torch.Generator) -> None:
