@@ -179,8 +179,8 @@ CHAIN_ARGUMENTS = """maps offsets members starts wanted out_maps out_offsets map
 
 CASES = {
     "prep, 16 key heads x 1": _prep(16, 1, 9 * 1024, 2300),
-    "prep, 16 key heads x 3": _prep(16, 3, 18 * 1024, 2900),
-    "prep, 2 key heads x 4": _prep(2, 4, 22 * 1024, 3200),
+    "prep, 16 key heads x 3": _prep(16, 3, 18 * 1024, 2950),
+    "prep, 2 key heads x 4": _prep(2, 4, 22 * 1024, 3250),
     "raw prep": _prep(16, 3, 18 * 1024, 4096, raw=True),
     "forward, 16 key heads x 3": _forward(16, 3, output=True, exits=False, instructions=2650),
     "forward, 2 key heads x 4": _forward(2, 4, output=True, exits=False, instructions=2650),

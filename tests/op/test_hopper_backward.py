@@ -15,7 +15,7 @@ LENGTHS = [700, 1, 0, 799, 64, 63, 1300, 130]
 FEW = [130, 1, 0, 70]  # for the emulator
 # Five to eight roundings to bf16 as the tests of the kernel have it, and those of the chunks before and behind.
 BF16 = 8e-3
-# Where little decays dg is <D, S> at every chunk, less than |D| |S| / 128 or more, but with the roundings of all of that.
+# Where little decays dg is <D, S> at every chunk: less than |D| |S| / 128 or more, with the roundings of all of that.
 BOUNDS = {"dg": 2e-2}
 
 

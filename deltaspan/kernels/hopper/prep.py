@@ -129,12 +129,16 @@ def prep_kernel(
         n11 = normalised(n11, inverse, 1, 1, MMA)
         n22 = normalised(n22, inverse, 2, 2, MMA)
         n33 = normalised(n33, inverse, 3, 3, MMA)
-    n10, m10 = between(k1, r0, inverse, 1, 0, L2NORM, MMA)
-    n20, m20 = between(k2, r0, inverse, 2, 0, L2NORM, MMA)
-    n30, m30 = between(k3, r0, inverse, 3, 0, L2NORM, MMA)
-    n21, m21 = between(k2, r1, inverse, 2, 1, L2NORM, MMA)
-    n31, m31 = between(k3, r1, inverse, 3, 1, L2NORM, MMA)
-    n32, m32 = between(k3, r2, inverse, 3, 2, L2NORM, MMA)
+    # rows from a broken key on are zero: NaN anyway, but what overflows there would make rows before NaN, too
+    sign1 = minus_before(first, 16, MMA)
+    sign2 = minus_before(first, 32, MMA)
+    sign3 = minus_before(first, 48, MMA)
+    n10, m10 = between(k1, r0, sign1, inverse, 1, 0, L2NORM, MMA)
+    n20, m20 = between(k2, r0, sign2, inverse, 2, 0, L2NORM, MMA)
+    n30, m30 = between(k3, r0, sign3, inverse, 3, 0, L2NORM, MMA)
+    n21, m21 = between(k2, r1, sign2, inverse, 2, 1, L2NORM, MMA)
+    n31, m31 = between(k3, r1, sign3, inverse, 3, 1, L2NORM, MMA)
+    n32, m32 = between(k3, r2, sign3, inverse, 3, 2, L2NORM, MMA)
 
     # the diagonal blocks, two at a time: pairs (0, 1) and (2, 3)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -148,8 +152,7 @@ def prep_kernel(
     diagonal.index(1).slice(0, 1, 0).store(gl.reshape(by_token(n22), (1, 256)))
     diagonal.index(1).slice(1, 1, 0).store(gl.reshape(by_token(n33), (1, 256)))
     for e in gl.static_range(GROUP):
-        # what a broken key might blow up beyond fp16's range: NaN from there on anyway, but not before
-        strength = gl.where(row < first, betas[e], 0.0)
+        strength = gl.where(row < first, betas[e], 0.0)  # of broken keys, as above
         b0, b1 = gl.split(gl.permute(gl.reshape(strength, (2, 32)), (1, 0)))
         strengths.index(e * 2).store(gl.reshape(b0, (2, 16)))
         strengths.index(e * 2 + 1).store(gl.reshape(b1, (2, 16)))
@@ -195,9 +198,9 @@ def normalised(n_ij, inverse, i: gl.constexpr, j: gl.constexpr, MMA: gl.constexp
 
 
 @gluon.jit
-def between(k_i, r_j, inverse, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.constexpr, MMA: gl.constexpr):
+def between(k_i, r_j, sign, inverse, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.constexpr, MMA: gl.constexpr):
     """Halves of n_ij."""
-    n_ij = -mma_v2(k_i, r_j, gl.zeros([16, 16], gl.float32, MMA))
+    n_ij = mma_v2(k_i, r_j, gl.zeros([16, 16], gl.float32, MMA)) * sign[:, None]
     if L2NORM:
         n_ij = normalised(n_ij, inverse, i, j, MMA)
     return halves(n_ij)
@@ -306,6 +309,13 @@ def first_long(n_ii, first, LONGEST: gl.constexpr, MMA: gl.constexpr):
     token = first + token_of(position)
     long = (position == other) & ~(-n_ii <= LONGEST)  # a NaN is no unit key
     return gl.min(gl.min(gl.where(long, token, CHUNK), 1), 0)
+
+
+@gluon.jit
+def minus_before(row, first, MMA: gl.constexpr):
+    """-1 for rows of a block before this one of the chunk, else 0."""
+    position = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))
+    return gl.where(first + token_of(position) < row, -1.0, 0.0)
 
 
 @gluon.jit
