@@ -74,7 +74,8 @@ class Adjoint(NamedTuple):
 
     tape: Tape
     do: Tensor  # [T, HV, 128] bf16
-    given: Tape  # the tape with q and k as they were given
+    given: tuple[Tensor, ...]  # q, k, v, g and beta as they were given
+    raw: Raw  # and how
 
 
 def prep(
@@ -124,7 +125,7 @@ def adjoint_prep(tape: Tape, do: Tensor) -> Adjoint:
         raw = tape.raw._replace(l2norm=False)
         operands = q.bfloat16(), k.bfloat16(), tape.v, tape.g, tape.beta
         made_ready = prep(*operands, tape.grid, scale=tape.scale, unit_keys=True, raw=raw)
-    return Adjoint(made_ready, _by_rows(do), tape)
+    return Adjoint(made_ready, _by_rows(do), (tape.q, tape.k, tape.v, tape.g, tape.beta), tape.raw)
 
 
 def adjoint_summary(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> Tensor:
@@ -143,17 +144,16 @@ def adjoint_walk(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> tuple[Tensor,
 def gradients(adjoint: Adjoint, states: States, costates: Tensor) -> tuple[Tensor | None, ...]:
     """dq, dk [T, H, 128], dv [T, HV, 128] bf16, dg, dbeta [T, HV] fp32, dA_log and ddt_bias [HV] fp32 or None, of the
     operands as they were given."""
-    t, given = adjoint.tape, adjoint.given
-    _, _, _, beta = ready(t.q, t.k, t.g, t.beta, Raw(sigmoid=t.raw.sigmoid, largest_beta=t.raw.largest_beta), STATE)
+    t, raw = adjoint.tape, adjoint.raw
+    _, _, _, beta = ready(t.q, t.k, t.g, t.beta, Raw(sigmoid=raw.sigmoid, largest_beta=raw.largest_beta), STATE)
     operands = t.q, t.k, t.v, beta, adjoint.do, t.made, states.state, costates, t.grid.table, t.scale
     found = of_chunks(*operands, programs=_multiprocessors(t.q.device))
     for x in found:
         x[t.grid.tokens :] = 0
     dq, dk, dv, dg, dbeta = found
-    if given.raw.l2norm:
+    if raw.l2norm:
         dq, dk = dq.float(), dk.float()
-    operands = given.q, given.k, given.v, given.g, given.beta
-    dq, dk, *dgates = raw_gradients(operands, given.raw, dq, dk, dg, dbeta, t.grid.tokens)
+    dq, dk, *dgates = raw_gradients(adjoint.given, raw, dq, dk, dg, dbeta, t.grid.tokens)
     return dq.bfloat16(), dk.bfloat16(), dv, *dgates
 
 
