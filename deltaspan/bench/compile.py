@@ -71,7 +71,7 @@ def _lengths(l2norm: bool) -> tuple[dict[str, str], dict[str, Any]]:
 
 def _forward(
     H: int, group: int, *, output: bool, exits: bool, instructions: int, halves: bool = False, spills: int = 0,
-    l2norm: bool = False,
+    l2norm: bool = False, states: bool = False,
 ) -> Case:  # fmt: skip
     width = 64 if halves else 128
     arguments, constants = _lengths(l2norm)
@@ -80,9 +80,10 @@ def _forward(
         arguments=A_WALK
         | {"q_tiles": "tiles<bf16[64, 128]>", "v_tiles": f"tiles<bf16[64, {width}]>", "o_tiles": "tiles<bf16[64, 64]>"}
         | {"G_tiles": "tiles<fp32[1, 64]>", "o": "*bf16", "entry": "*fp32", "exit": "*fp32", "scale": "fp32"}
-        | {"scale_log2": "fp32"}
+        | {"scale_log2": "fp32", "state_tiles": f"tiles<bf16[64, {128 if states else 64}]>"}
         | arguments,
-        constants={"H": H, "GROUP": group, "HALVES": halves, "OUTPUT": output, "EXIT": exits} | constants,
+        constants={"H": H, "GROUP": group, "HALVES": halves, "OUTPUT": output, "STATES": states, "EXIT": exits}
+        | constants,
         num_warps=4,
         registers=168 if halves else 128,
         shared=WHOLE,
@@ -107,6 +108,26 @@ def _adjoint(H: int, group: int, *, states: bool, instructions: int, halves: boo
         shared=WHOLE,
         instructions=instructions,
         reason="as the forward",
+    )
+
+
+def _gradients(H: int, group: int) -> Case:
+    narrow = dict.fromkeys(("A", "dq", "dk", "dv"), "*bf16") | dict.fromkeys(("G", "beta", "dg", "dbeta"), "*fp32")
+    wide, halves = dict.fromkeys(("q", "k"), 128), dict.fromkeys(("v", "do"), 64)
+    return Case(
+        kernel="deltaspan.kernels.hopper.gradients:gradients_kernel",
+        arguments={f"{name}_tiles": f"tiles<bf16[64, {width}]>" for name, width in (wide | halves).items()}
+        | dict.fromkeys(("S_tiles", "D_tiles"), "tiles<bf16[64, 128]>")
+        | narrow
+        | {"broken": "*i32", "chunks": "*i32", "items": "i32", "NC": "i32", "scale": "fp32"},
+        constants={"H": H, "GROUP": group},
+        num_warps=4,
+        registers=128,
+        shared=WHOLE,
+        instructions=7500,
+        spills=300,
+        reason="as the forward, code within 128 KB; each of three partitions of some 160 registers lays addresses by, "
+        "which the compiler forms before their loops",
     )
 
 
@@ -158,8 +179,8 @@ CHAIN_ARGUMENTS = """maps offsets members starts wanted out_maps out_offsets map
 
 CASES = {
     "prep, 16 key heads x 1": _prep(16, 1, 9 * 1024, 2300),
-    "prep, 16 key heads x 3": _prep(16, 3, 18 * 1024, 2900),
-    "prep, 2 key heads x 4": _prep(2, 4, 22 * 1024, 3200),
+    "prep, 16 key heads x 3": _prep(16, 3, 18 * 1024, 2950),
+    "prep, 2 key heads x 4": _prep(2, 4, 22 * 1024, 3250),
     "raw prep": _prep(16, 3, 18 * 1024, 4096, raw=True),
     "forward, 16 key heads x 3": _forward(16, 3, output=True, exits=False, instructions=2650),
     "forward, 2 key heads x 4": _forward(2, 4, output=True, exits=False, instructions=2650),
@@ -179,6 +200,14 @@ CASES = {
         16, 3, output=True, exits=True, instructions=2900, halves=True, l2norm=True
     ),
     "raw exit states alone": _forward(16, 3, output=False, exits=True, instructions=2300, l2norm=True),
+    "states of chunks": _forward(16, 3, output=False, exits=False, instructions=1900, states=True),
+    "states of chunks with exit states": _forward(16, 3, output=False, exits=True, instructions=2100, states=True),
+    "states of chunks on halves of V": _forward(
+        16, 3, output=False, exits=False, instructions=1300, halves=True, states=True
+    ),
+    "raw states of chunks": _forward(16, 3, output=False, exits=False, instructions=1950, l2norm=True, states=True),
+    "gradients, 16 key heads x 3": _gradients(16, 3),
+    "gradients, 2 key heads x 4": _gradients(2, 4),
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),
     "raw transfer": _transfer(16, 3, instructions=2900, l2norm=True),

@@ -36,6 +36,7 @@ class Request:
     packs, cp, layouts: lengths of documents by name, world sizes, and layouts or "all": every combination of them.
     heads: H and HV.
     peers: by name.
+    phases: what is timed, "forward" alone or both.
     device: "cpu" or "cuda"; None for a GPU if there is one.
     """
 
@@ -45,6 +46,7 @@ class Request:
     layouts: Sequence[str] = ()
     heads: Sequence[int] = (16, 48)
     peers: Sequence[str] = ()
+    phases: Sequence[str] = tuple(PEAKS)
     decay: str = "moderate"
     backend: str = "auto"
     device: str | None = None
@@ -61,7 +63,6 @@ class Bench:
     backend: str  # the tier's name
     shards: Sequence[Shard]
     peers: Sequence[type[Peer]]
-    phases: Sequence[str] = tuple(PEAKS)  # what is timed: a tier without a backward has all forwards timed alone
 
     def run(self, tell: Tell = lambda text: None) -> Iterator[dict[str, Any]]:
         """Yields the record after each row: one that is cut short has the rows that were done.
@@ -83,7 +84,7 @@ class Bench:
             "decay": request.decay,
             "heads": list(request.heads),
             "backend": self.backend,
-            "phases": list(self.phases),
+            "phases": list(self.request.phases),
             "seed": request.seed,
             "samples": request.samples,
             "bound": BOUND,
@@ -101,12 +102,12 @@ class Bench:
         peers = [peer(shard.documents, self.device) for peer in self.peers] if shard.is_local else []
 
         x = draw(shard.part.total_tokens, request.heads, request.decay, device=self.device, seed=request.seed)
-        given, truth = ours.sharded(x), Truth.of(x, shard.part.cu_seqlens, gradients="step" in self.phases)
-        judged = partial(_judged, truth=truth, x=given, whole=ours.whole, phases=self.phases)
+        given, truth = ours.sharded(x), Truth.of(x, shard.part.cu_seqlens, gradients="step" in self.request.phases)
+        judged = partial(_judged, truth=truth, x=given, whole=ours.whole, phases=self.request.phases)
         found = {side.name: _absent() | judged(side) for side in (ours, *peers)}
         del truth, judged
         slowest, control = shard.slowest_rank, {}
-        for what in self.phases:
+        for what in self.request.phases:
             calls = {
                 side.name: partial(getattr(side, what), given)
                 for side in (ours, *peers)
@@ -179,16 +180,7 @@ def prepare(request: Request) -> Bench:
         request.packs, request.cp, request.layouts, hv=request.heads[1], sm_count=multiprocessors(torch.device(device))
     )
     shards = [*map(local_shard, names), *of_packs]
-    phases = tuple(PEAKS) if _has_backward(backend, device) else ("forward",)
-    return Bench(request, device, backend, shards, peers_by_name(request.peers, device), phases)
-
-
-def _has_backward(backend: str, device: str) -> bool:
-    try:
-        ds.chosen_backend(backend, device=device, backward=True)
-    except ValueError:
-        return False
-    return True
+    return Bench(request, device, backend, shards, peers_by_name(request.peers, device))
 
 
 def _absent() -> dict[str, Any]:

@@ -59,6 +59,10 @@ COUNTS = {
     "adjoint walk": Count(3 * LARGE + 3 * MIDDLE, 2 * HEAD_DIM + 2 * CHUNK + 4 + STATE, 4 * HEAD_DIM),
     "adjoint walk on halves": Count(3 * LARGE + 6 * MIDDLE, 2 * HEAD_DIM + 2 * CHUNK + 4 + STATE, 4 * HEAD_DIM),
     "entry adjoints": Count(3 * LARGE + 3 * MIDDLE, 2 * HEAD_DIM + 2 * CHUNK + 4, 4 * HEAD_DIM),
+    "states of chunks": Count(2 * LARGE + MIDDLE, 2 * HEAD_DIM + 2 * CHUNK + 4 + STATE, 2 * HEAD_DIM),
+    "gradients": Count(
+        6 * LARGE + 9 * MIDDLE + 4 * SMALL, 3 * 2 * HEAD_DIM + 2 * CHUNK + 4 * 4 + 2 * STATE, 8 * HEAD_DIM
+    ),
 }
 """Of stages whose work is that of their tokens. What decays away is not walked: then less is done than is counted."""
 WALKS = {
@@ -69,6 +73,7 @@ WALKS = {
     "adjoint walk": 1,
     "adjoint walk on halves": 2,
     "entry adjoints": 1,
+    "states of chunks": 1,
 }
 """Programs a segment and value head."""
 
@@ -86,6 +91,7 @@ class Problem:
         self.leaving = torch.randn_like(self.states)
         self.tape = self.prep()
         self.adjoint = self.tier.adjoint_prep(self.tape, self.x.do[0])
+        self.walked = self.chunk_states(), self.tier.adjoint_walk(self.adjoint, self.cut.every, self.leaving)[1]
 
     def prep(self) -> Any:
         operands = (t[0] for t in self.x[:5])
@@ -98,7 +104,14 @@ class Problem:
     def exits(self) -> Tensor:
         """Of every segment, so that a shard in one piece has some to show."""
         every = self.cut.every._replace(halves=False)
-        return self.tier.walk(self.tape, every, self.states, output=False)[1]
+        return self.tier.exit_states(self.tape, every, self.states)
+
+    def chunk_states(self) -> tuple:
+        """Of every chunk, as a backward wants them."""
+        return self.tier.walk(self.tape, self.cut.every, self.states, output=False, exits=False)[2]
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        return self.tier.gradients(self.adjoint, *self.walked)
 
     def maps(self) -> Tensor:
         return self.tier.transfer(self.tape, self.cut.every)
@@ -115,6 +128,7 @@ class Problem:
             "prep": self.prep, "walk": partial(self.walk, False), "walk on halves": partial(self.walk, True),
             "exit states": self.exits, "maps": self.maps, "adjoint walk": partial(self.walk_back, False),
             "adjoint walk on halves": partial(self.walk_back, True), "entry adjoints": self.entry_adjoints,
+            "states of chunks": self.chunk_states, "gradients": self.gradients,
         }  # fmt: skip
         if len(self.cut.left_slots):
             M, b = self.tier.summary(self.tape, self.cut.left, self.states)
@@ -129,11 +143,17 @@ class Problem:
         v, g, beta = (t[:, begin:end, :group].double() for t in self.x[2:5])
         truth = partial(chunked_gated_delta_rule, cu_seqlens=[0, end - begin])
         state, leaving = (t[place, None, :group].double() for t in (self.states, self.leaving))
-        o, exit = truth(q, k, v, g, beta, initial_state=state.requires_grad_())
+        o, exit = truth(q, k, v.requires_grad_(), g.requires_grad_(), beta, initial_state=state.requires_grad_())
         loss = (o * self.x.do[:, begin:end, :group]).sum() + (exit * leaving).sum()
-        (entering,) = torch.autograd.grad(loss, state)
+        entering, dv, dg = torch.autograd.grad(loss, (state, v, g))
         unit = torch.eye(HEAD_DIM, dtype=torch.float64, device=v.device).expand(1, group, -1, -1)
         _, M = truth(q, k, torch.zeros_like(v), g, beta, initial_state=unit)
+
+        whole = (end - begin - 1) // CHUNK * CHUNK  # tokens before the last chunk
+        before = state
+        if whole:
+            before = truth(*(t[:, :whole] for t in (q, k, v, g, beta)), cu_seqlens=[0, whole], initial_state=state)[1]
+        last = self.cut.every.table[0, 2].item() + whole // CHUNK
 
         def relative(found: Tensor, truth: Tensor) -> float:
             return ((found.double() - truth).norm() / truth.norm().clamp(min=1e-30)).item()
@@ -149,6 +169,11 @@ class Problem:
             "adjoint walk": of_state(self.walk_back(False), entering),
             "adjoint walk on halves": of_state(self.walk_back(True), entering),
             "entry adjoints": of_state(self.entry_adjoints(), entering),
+            "states of chunks": relative(self.chunk_states().state[last, :group].mT, before[0].detach()),
+            "gradients": max(
+                relative(found[begin:end, :group], true[0])
+                for found, true in zip(self.gradients()[2:4], (dv, dg), strict=True)
+            ),
         }
 
 

@@ -1,6 +1,6 @@
 """The stages of a tier, with their shapes, and the tables they are given.
 
-A tier is a module with these names; one that has no backward lacks some from `adjoint_prep` to `gradients`, and
+A tier is a module with these names; one that has no backward lacks those from `adjoint_prep` to `gradients`, and
 `restore`. T: a rank's tokens; NC: its chunks; S: its segments, in local order; n: those of them in question. State S
 and its adjoint D are [K, V]; states are FP32, or FP64 where the operands are.
 

@@ -41,7 +41,7 @@ def backward_program(
 
     Each tensor of `saved` is let go of at its last reader here, so that it does not stand beside what comes after.
     """
-    tier = stages(ctx, x, options, backward=True)
+    tier = stages(ctx, x, options)
     cut = ctx._cut(view, x.v.shape[1], options.segments)
     if saved is not None and saved.tape:
         operands = x.q, x.k, x.v, x.g, x.beta

@@ -86,9 +86,8 @@ def common(x: Operands, options: Options) -> str:
     return ", ".join([heads, *(f"{name} {getattr(options, name)}" for name in named), *raw, given])
 
 
-def stages(ctx: Context, x: Operands, options: Options, *, backward: bool = False) -> Any:
+def stages(ctx: Context, x: Operands, options: Options) -> Any:
     """The tier that serves the call. Raises ValueError if the one that is asked for does not."""
     call = {"dtype": x.q.dtype, "K": x.k.shape[2], "V": x.v.shape[2], "unit_keys": options.unit_keys}
-    call |= {"group": x.v.shape[1] // x.k.shape[1], "scale": options.scale}
-    call |= {"save_mode": options.save_mode, "backward": backward}
+    call |= {"group": x.v.shape[1] // x.k.shape[1], "scale": options.scale, "save_mode": options.save_mode}
     return select.tier(select.chosen_backend(options.backend, device=ctx.device, **call))

@@ -110,7 +110,7 @@ def chunk_gated_delta_rule(
     ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias, autocast=True)
     flat = [anchor(ctx), *(t for x in ranks for t in x)]
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in flat)
-    stages(ctx, ranks[0], options, backward=recorded)
+    stages(ctx, ranks[0], options)
     results = _GatedDeltaRule.apply(ctx, options, recompute_handle, surrounding() if recorded else None, *flat)
     o, final = results[: len(ranks)], results[len(ranks) :]
     return batched(ctx, o, q), (ctx._unlisted(final) if output_final_state else None)

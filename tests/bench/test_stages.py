@@ -21,18 +21,21 @@ def test_every_stage_is_called_and_compared(emulated: None, monkeypatch: pytest.
     monkeypatch.setattr(stages, "graph_times", lambda *calls: [called.append(call()) or 0.5 for call in calls])
     rows = stages.stage_rows(local_shard("2x150"), (1, 2), "slow", 3, sm_count=132, device="cpu")
     names = ["prep", "walk", "walk on halves", "exit states", "maps"]
-    names += ["adjoint walk", "adjoint walk on halves", "entry adjoints", "chain"]
+    names += ["adjoint walk", "adjoint walk on halves", "entry adjoints", "states of chunks", "gradients", "chain"]
     assert [row["stage"] for row in rows] == names
-    assert len(called) == 9 and torch.equal(called[1], called[2]) and torch.equal(called[5], called[6])
+    assert len(called) == 11 and torch.equal(called[1], called[2]) and torch.equal(called[5], called[6])
     assert all(row["ok"] for row in rows if row["stage"] in stages.WALKS)
     walk, halves = rows[1], rows[2]
     assert walk["step_us"] == 500.0 and halves["step_us"] == 500.0  # a chunk each, all side by side
     assert walk["gflop"] == pytest.approx(300 * 2 * 155_648 / 1e9)
     assert walk["gigabytes"] == pytest.approx(300 * (2 * (256 + 128 + 4 + 256) + 512) / 1e9)
+    gradients = rows[9]
+    assert gradients["gflop"] == pytest.approx(300 * 2 * 376_832 / 1e9)
+    assert gradients["gigabytes"] == pytest.approx(300 * (2 * (3 * 256 + 128 + 16 + 1024) + 1024) / 1e9)
     back = rows[5]
     assert back["gflop"] == pytest.approx(300 * 2 * 147_456 / 1e9)
     assert back["gigabytes"] == pytest.approx(300 * (2 * (256 + 128 + 4 + 512) + 512) / 1e9)
-    assert stages.table({"rows": rows}).row_count == 9
+    assert stages.table({"rows": rows}).row_count == 11
 
 
 def test_an_error_is_told(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:

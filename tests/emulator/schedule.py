@@ -12,6 +12,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol
 
+import torch
+
 from tests.emulator.clocks import Agent, Knowledge
 
 EAGERNESS = (1.0, 1.0, 8.0, 64.0)  # how often a partition or a copy gets its turn, as against others
@@ -139,6 +141,7 @@ class Program:
         self.partitions.append(part)
         return part
 
+    @torch.no_grad()  # which a thread does not inherit
     def _live(self, part: Partition, code: Callable[[], Any], results: dict[int, Any], i: int) -> None:
         _local.partition = part
         try:

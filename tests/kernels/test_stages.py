@@ -64,13 +64,14 @@ class Problem:
             self.q, self.k, self.v, self.g, self.beta, self.view.grid, scale=0.3, unit_keys=self.unit_keys
         )
 
-    def close(self, found: Tensor, expected: Tensor, bound: float = EXACT) -> None:
+    def close(self, found: Tensor, expected: Tensor, bound: float = EXACT, roundings: float = 1.0) -> None:
+        """roundings: to bf16, how many times as many as usual."""
         if not self.hopper:
             return close(found, expected, bound)
         found, expected = found.cpu().double(), expected.cpu().double()
         error, size = found - expected, expected.square().mean().sqrt()
-        assert error.square().mean().sqrt() <= BF16 * size
-        assert (error.abs() <= BF16_ELEMENT * (size + expected.abs())).all()
+        assert error.square().mean().sqrt() <= roundings * BF16 * size
+        assert (error.abs() <= roundings * BF16_ELEMENT * (size + expected.abs())).all()
 
     def walk(self, states: Tensor | None = None, *, output: bool = True):
         return self.tier.walk(self.tape(), self.cut.every, self.states if states is None else states, output=output)
@@ -155,15 +156,22 @@ def test_adjoint_walk_gives_the_gradients_of_initial_states(problem):
     problem.close(problem.walk_back(final), expected)
 
 
-@pytest.mark.parametrize("unit_keys", [True, False])
-def test_backward_stages_give_the_gradients_of_the_recurrence(trained, unit_keys):
-    trained.unit_keys = unit_keys
-    final = torch.randn_like(trained.states)
-    entering, found = run_backward(trained, final)
-    *_, expected = trained.oracle(trained.states, final=final)
+def test_backward_stages_give_the_gradients_of_the_recurrence(problem):
+    gradients_are_true(problem)
+
+
+def test_backward_stages_of_the_form_for_long_keys(trained):
+    trained.unit_keys = False
+    gradients_are_true(trained)
+
+
+def gradients_are_true(problem: Problem, bound: float = EXACT, roundings: float = 1.0) -> None:
+    final = torch.randn_like(problem.states)
+    entering, found = run_backward(problem, final)
+    *_, expected = problem.oracle(problem.states, final=final)
     assert found[5:] == (None, None)
     for tensor, truth in zip((*found[:5], entering), expected, strict=True):
-        close(tensor, truth)
+        problem.close(tensor, truth, bound, roundings)
 
 
 def run_backward(problem: Problem, final: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -226,27 +234,13 @@ def test_outputs_of_hard_inputs(rng, tier, change):
     problem.close(exit, last, bound)
 
 
-@pytest.mark.parametrize("tier", [tier for tier in TIERS if tier != "torch"])
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("change", HARD)
-def test_adjoints_of_hard_inputs(rng, tier, change):
-    """What of the backward a tier has that lacks the gradients."""
-    problem = hardened(rng, tier, change)
-    final = torch.randn_like(problem.states)
-    *_, (*_, expected) = problem.oracle(problem.states, final=final)
-    problem.close(problem.walk_back(final), expected)
-
-
-@pytest.mark.parametrize("change", HARD)
-def test_gradients_of_hard_inputs(rng, change):
-    problem = hardened(rng, "torch", change)
-    final = torch.randn_like(problem.states)
-    o, _, _ = problem.walk()
-    entering, found = run_backward(problem, final)
-    expected, _, grads = problem.oracle(problem.states, final=final)
-    # Nearly equal keys at beta near 1 make I + tril(beta K K^T) of condition 64^2: it takes four digits more.
-    bound = 1e-8 if change is collinear else 1e-11
-    for tensor, truth in zip((o, *found[:5], entering), (expected, *grads), strict=True):
-        close(tensor, truth, bound)
+def test_gradients_of_hard_inputs(rng, tier, change):
+    # Nearly equal keys at beta near 1 make I + tril(beta K K^T) of condition 64^2: it takes four digits more. dv is
+    # then nearly dU less that of the next token: what they share cancels, but not its roundings.
+    bound, roundings = (1e-8, 3.0) if change is collinear else (1e-11, 1.5)
+    gradients_are_true(hardened(rng, tier, change), bound, roundings)
 
 
 def with_a_long_key(problem: Problem) -> Problem:
@@ -282,8 +276,8 @@ def test_adjoints_of_a_key_that_breaks_the_promise_are_loud(problem):
     problem.close(entering[1:], expected[1:])
 
 
-def test_gradients_of_a_key_that_breaks_the_promise(trained):
-    dq, dk, dv, *_ = run_backward(with_a_long_key(trained), torch.randn_like(trained.states))[1]
+def test_gradients_of_a_key_that_breaks_the_promise(problem):
+    dq, dk, dv, *_ = run_backward(with_a_long_key(problem), torch.randn_like(problem.states))[1]
     assert dq[66:70].isnan().all() and dk[:70].isnan().all() and dv[:70].isnan().all()
     assert all(x[70:].isfinite().all() for x in (dq, dk, dv))
 
@@ -305,9 +299,8 @@ def test_nothing_reads_another_documents_rows(problem):
     o, exit, _ = problem.walk()
     others = [0, 1, 3, 4]
     final = torch.randn_like(problem.states)
-    by_token, states = [o], [exit, problem.walk_back(final)]
-    if not problem.hopper:
-        by_token += run_backward(problem, final)[1][:5]
+    entering, found = run_backward(problem, final)
+    by_token, states = [o, *found[:5]], [exit, entering]
     for x in by_token:
         assert x[:start].isfinite().all() and x[stop:].isfinite().all() and x[start:stop].isnan().any()
     assert all(x[others].isfinite().all() for x in states)

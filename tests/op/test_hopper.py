@@ -159,17 +159,6 @@ def test_refused(anywhere: None, rng: torch.Generator, changed: dict, says: str)
         ds.forward(*pack[1:6], ctx, backend="hopper", **options)
 
 
-@pytest.mark.gpu
-def test_no_backward_yet(rng: torch.Generator) -> None:
-    pack = drawn(rng, LENGTHS, "cuda")
-    ctx = ds.build_context(ds.partition(pack.cu_seqlens, 1))
-    q = pack.q.clone().requires_grad_()
-    with pytest.raises(ValueError, match="has no backward yet"):
-        ds.chunk_gated_delta_rule(q, *pack[2:6], ctx, backend="hopper")
-    with pytest.raises(ValueError, match="has no backward yet"):
-        ds.backward(*pack[1:6], ctx, pack.do, backend="hopper")
-
-
 def test_refused_where_there_is_no_such_device(rng: torch.Generator) -> None:
     pack = draw(rng, [20], K=128, V=128).to(torch.bfloat16)
     ctx = ds.build_context(ds.partition(offsets([20]), 1), device="cpu")

@@ -19,7 +19,8 @@ document, are set to zero in shared memory before anything is computed from them
 stored.
 
 Without output the same walk gives a segment's exit state alone, for its summary. It may then begin late: what decays
-below the smallest fp32 number until the end of the segment cannot be felt there.
+below the smallest fp32 number until the end of the segment cannot be felt there. With STATES in place of the output it
+writes the state at the start of every chunk, for the gradients.
 
 A key that breaks the promise of unit keys turns the outputs from its row on, and the state that leaves its chunk, into
 NaN: by the factor a of what is read from the state, and of the state itself, not by what meets the rows before in
@@ -61,12 +62,14 @@ NOTHING = gl.constexpr(-155.0)  # 2^-149 is the smallest fp32 number, a state of
 
 @gluon.jit
 def forward_kernel(
-    q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, o, entry, exit, broken, reach, lengths, segments, NC, scale,
-    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, L2NORM: gl.constexpr, HALVES: gl.constexpr, OUTPUT: gl.constexpr,
-    EXIT: gl.constexpr, STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, state_tiles, o, entry, exit, broken, reach, lengths, segments,
+    NC, scale, scale_log2, H: gl.constexpr, GROUP: gl.constexpr, L2NORM: gl.constexpr, HALVES: gl.constexpr,
+    OUTPUT: gl.constexpr, STATES: gl.constexpr, EXIT: gl.constexpr, STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr,
+    PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles (descriptors): q, k [T, H * 128], v [T, HV * 128] by [64, 128], v by [64, 64] with HALVES; A
-    [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; o [T, HV * 128] by [64, 64].
+    [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; o [T, HV * 128] by [64, 64]; states
+    [NC * HV * 128, 128] by [64, 128], the rows V and the columns K, touched with STATES only.
 
     o [T, HV, 128] bf16; entry [S, HV, K, V] fp32, exit [n, HV, K, V] fp32; broken [H, NC] int32; reach [HV, NC] fp32;
     segments [n, 5] int32: first token, end, first chunk, place in entry and, with EXIT, in exit. Programs: segments,
@@ -86,7 +89,7 @@ def forward_kernel(
     target = gl.load(segment + 4)
     n = (end - begin + CHUNK - 1) // CHUNK
     felt = 1.0
-    if not OUTPUT:
+    if not OUTPUT and not STATES:
         skipped = n - chunks_felt(reach + hv.to(gl.int64) * NC + chunk, n)
         felt = gl.where(skipped > 0, 0.0, 1.0)
         begin = begin + skipped * CHUNK
@@ -105,7 +108,10 @@ def forward_kernel(
     keeps = reads  # a, whose last is for the state
     if L2NORM:
         keeps = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)
-    os = gl.allocate_shared_memory(gl.bfloat16, [WALKS, CHUNK, HALF], o_tiles.layout)
+    if STATES:
+        outs = gl.allocate_shared_memory(gl.bfloat16, [WALKS, HALF, HEAD_DIM], state_tiles.layout)
+    else:
+        outs = gl.allocate_shared_memory(gl.bfloat16, [WALKS, CHUNK, HALF], o_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -122,8 +128,8 @@ def forward_kernel(
     if L2NORM:
         inverse = lengths + (h.to(gl.int64) * NC + chunk) * (2 * CHUNK)
     walking = (
-        o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os, full, empty, ready, free, begin, end, n,
-        source, target, hv, scale, felt, first,
+        state_tiles if STATES else o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, outs, full, empty,
+        ready, free, begin, end, chunk * HV + hv, n, source, target, hv, scale, felt, first,
     )  # fmt: skip
     preparing = (
         qs, ks, vs, ws, gs, xs, writes, reads, keeps, full, ready, free, broken + h * NC + chunk, begin, end, n,
@@ -136,7 +142,7 @@ def forward_kernel(
     if HALVES:
         gl.warp_specialize(
             [
-                (walk, (walking, HV, 0, STAGES, OUTPUT, EXIT)),
+                (walk, (walking, HV, 0, STAGES, OUTPUT, STATES, EXIT)),
                 (prepare, (preparing, inverse, STAGES, L2NORM, OUTPUT)),
                 (load, (loading, STAGES, OUTPUT)),
             ],
@@ -146,8 +152,8 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (walk, (walking, HV, 0, STAGES, OUTPUT, EXIT)),
-                (walk, (walking, HV, HALF, STAGES, OUTPUT, EXIT)),
+                (walk, (walking, HV, 0, STAGES, OUTPUT, STATES, EXIT)),
+                (walk, (walking, HV, HALF, STAGES, OUTPUT, STATES, EXIT)),
                 (prepare, (preparing, inverse, STAGES, L2NORM, OUTPUT)),
                 (load, (loading, STAGES, OUTPUT)),
             ],
@@ -253,23 +259,24 @@ def prepare(given, inverse, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: 
 
 
 @gluon.jit
-def clear_behind(tile, held):
-    """Sets the rows of a tile of 64 from `held` on to zero, whatever stands there."""
+def clear_behind(tile, held, to: gl.constexpr = 0.0):
+    """Sets the rows of a tile of 64 from `held` on to zero, or to what is given, whatever stands there."""
     WIDTH: gl.constexpr = tile.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))
     x = tile.load(WIDE)
-    tile.store(gl.where((row < held)[:, None], x, gl.zeros([CHUNK, WIDTH], gl.bfloat16, WIDE)))
+    tile.store(gl.where((row < held)[:, None], x, gl.full([CHUNK, WIDTH], to, gl.bfloat16, WIDE)))
 
 
 @gluon.jit
 def walk(
-    given, HV: gl.constexpr, HELD: gl.constexpr, STAGES: gl.constexpr, OUTPUT: gl.constexpr, EXIT: gl.constexpr
+    given, HV: gl.constexpr, HELD: gl.constexpr, STAGES: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
+    EXIT: gl.constexpr,
 ):  # fmt: skip
     """The chain over 64 of the channels of V, from HELD on of those in shared memory, which begin with `first`."""
     (
-        o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, os, full, empty, ready, free, begin, end, n,
-        source, target, hv, scale, felt, first,
+        out_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, outs, full, empty, ready, free, begin, end,
+        row, n, source, target, hv, scale, felt, first,
     ) = given  # fmt: skip
     first = first + HELD
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -280,7 +287,7 @@ def walk(
     key = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
     size = HEAD_DIM * HEAD_DIM
     S = gl.load(entry + (source * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + (first + value)[:, None])
-    if not OUTPUT:
+    if not OUTPUT and not STATES:
         S = gl.where(felt > 0.0, S, 0.0)
     stage = 0
     phase = 0
@@ -290,11 +297,20 @@ def walk(
         q = qs.index(stage if OUTPUT else 0)
         x = xs.index(b)
         w = ws.index(stage)
-        s = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+        narrow = S.to(gl.bfloat16)
+        s = gl.convert_layout(narrow, LEFT)
         mbarrier.wait(full.index(stage), phase)
         mbarrier.wait(ready.index(b), (i >> 1) & 1)
         U = gl.zeros([HALF, CHUNK], gl.float32, ACC)
         U = warpgroup_mma(s, k.permute((1, 0)), U, is_async=True)
+        if STATES:  # while the product runs; the copy engine counts rows, which int32 holds
+            out = outs.index(HELD // HALF)
+            store_wait(0)
+            barrier()
+            out.store(narrow)
+            fence_async_shared()
+            barrier()
+            store_tile(out_tiles, [(row + i * HV) * HEAD_DIM + first, 0], out)
         U = warpgroup_mma_wait(0, deps=[U, s, k])[0]
         v = vs.index(stage).slice(HELD, HALF, 1).permute((1, 0)).load(ACC)
         written = writes.index(b).load(gl.SliceLayout(0, ACC))
@@ -314,7 +330,9 @@ def walk(
             O = warpgroup_mma(r2, w.permute((1, 0)), O, is_async=True)
             S, O, s, r, r2, x, w, q = warpgroup_mma_wait(0, deps=[S, O, s, r, r2, x, w, q])
             token = begin + i * CHUNK
-            store_output(o_tiles, o, os.index(HELD // HALF), O.to(gl.bfloat16), token, end, hv * HEAD_DIM + first, HV)
+            store_output(
+                out_tiles, o, outs.index(HELD // HALF), O.to(gl.bfloat16), token, end, hv * HEAD_DIM + first, HV
+            )
         else:
             S = warpgroup_mma(r, x, S, is_async=True)
             S = warpgroup_mma_wait(0, deps=[S, r, x])[0]
@@ -372,25 +390,28 @@ def chunks_felt(reach, n, FROM_START: gl.constexpr = False):
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, made: Prepared, entry: Tensor, segments: Tensor, scale: float,
-    *, output: bool = True, exits: bool = True, halves: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    *, output: bool = True, states: bool = False, exits: bool = True, halves: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16, rows of any pitch; entry [S, HV, K, V] fp32; segments
     as the kernel has them; programs on halves of V or on all of it; raw q and k if `made` is of such. Returns o like v,
-    dense, and the exit states [n, HV, K, V].
+    dense, the exit states [n, HV, K, V], and, in place of o, the state at the start of every chunk [NC, HV, V, K] bf16,
+    transposed; None of what is not asked for.
 
-    Without output the walk begins where its exit state begins to feel it.
+    For exit states alone the walk begins where they begin to feel it.
     """
+    assert not (output and states), "both do not fit into shared memory"
     H, HV, NC = k.shape[1], v.shape[1], made.A.shape[1]
     A, G, broken, reach, lengths = made
     o = v.new_empty(v.shape) if output else v
     exit = entry.new_empty(len(segments), *entry.shape[1:]) if exits else entry
+    written = v.new_empty(NC, HV, 128, 128) if states else None
     if len(segments):
         A_tiles = tiles(A, 64, 64, 64)
         launch(
             forward_kernel, (len(segments) * HV * (1 + halves),), row_tiles(q), row_tiles(k),
             row_tiles(v, 64 if halves else 128), A_tiles, tiles(G, 64, 1, 64),
-            tiles(o, HV * 128, 64, 64) if output else A_tiles, o, entry, exit, broken, reach, lengths, segments, NC,
-            scale, math.log2(scale), H=H, GROUP=HV // H, L2NORM=lengths is not None, HALVES=halves, OUTPUT=output,
-            EXIT=exits, num_warps=4, **LAUNCH,
+            tiles(o, HV * 128, 64, 64) if output else A_tiles, tiles(written, 128, 64, 128) if states else A_tiles, o,
+            entry, exit, broken, reach, lengths, segments, NC, scale, math.log2(scale), H=H, GROUP=HV // H,
+            L2NORM=lengths is not None, HALVES=halves, OUTPUT=output, STATES=states, EXIT=exits, num_warps=4, **LAUNCH,
         )  # fmt: skip
-    return (o if output else None), (exit if exits else None)
+    return (o if output else None), (exit if exits else None), written

@@ -47,6 +47,13 @@ def reciprocal(x):
 
 
 @gluon.jit
+def narrowed(x):
+    """x in bf16, and not in fp32 beside it: the compiler would keep both in registers."""
+    x = x.to(gl.bfloat16)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.bfloat16, is_pure=False, pack=2)
+
+
+@gluon.jit
 def add(a, b):
     return a + b
 
@@ -116,6 +123,7 @@ __all__ = [
     "load_tile",
     "mbarrier",
     "mma_v2",
+    "narrowed",
     "reciprocal",
     "row_tiles",
     "store_tile",

@@ -40,6 +40,9 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST_DECAY = gl.constexpr(-110.0)  # e^-110 is zero in fp32; more would only cost the running sum its low bits
 LONGEST_KEY = gl.constexpr(1.03)  # |k|^2 of a unit key rounded to bf16 stays below 1.01
 LARGEST = gl.constexpr(3.4028234663852886e38)  # |k|^2 of a key that can be normalised
+FAINTEST = gl.constexpr(2.0**-27)  # of writes: below fp32's rounding of one, and times RANGE still among fp16's numbers
+RANGE = gl.constexpr(2.0**13)  # times which A is kept as fp16 halves: entries are at most 2^2
+BACK = gl.constexpr(2.0**-13)
 
 
 @gluon.jit
@@ -75,7 +78,8 @@ def prep_kernel(
         strength = gl.load(beta + at + e, mask=row < n, other=0.0).to(gl.float32)
         decay = gl.load(g + at + e, mask=row < n, other=0.0).to(gl.float32)
         if SIGMOID > 0:
-            strength = gl.where(row < n, sigmoid(strength, SIGMOID), 0.0)
+            strength = sigmoid(strength, SIGMOID)
+        strength = gl.where(row < n, away_from_zero(strength), 0.0)
         if BIAS:
             decay = decay + gl.load(dt_bias + h * GROUP + e)
         if GATE:
@@ -125,12 +129,16 @@ def prep_kernel(
         n11 = normalised(n11, inverse, 1, 1, MMA)
         n22 = normalised(n22, inverse, 2, 2, MMA)
         n33 = normalised(n33, inverse, 3, 3, MMA)
-    n10, m10 = between(k1, r0, inverse, 1, 0, L2NORM, MMA)
-    n20, m20 = between(k2, r0, inverse, 2, 0, L2NORM, MMA)
-    n30, m30 = between(k3, r0, inverse, 3, 0, L2NORM, MMA)
-    n21, m21 = between(k2, r1, inverse, 2, 1, L2NORM, MMA)
-    n31, m31 = between(k3, r1, inverse, 3, 1, L2NORM, MMA)
-    n32, m32 = between(k3, r2, inverse, 3, 2, L2NORM, MMA)
+    # rows from a broken key on are zero: NaN anyway, but what overflows there would make rows before NaN, too
+    sign1 = minus_before(first, 16, MMA)
+    sign2 = minus_before(first, 32, MMA)
+    sign3 = minus_before(first, 48, MMA)
+    n10, m10 = between(k1, r0, sign1, inverse, 1, 0, L2NORM, MMA)
+    n20, m20 = between(k2, r0, sign2, inverse, 2, 0, L2NORM, MMA)
+    n30, m30 = between(k3, r0, sign3, inverse, 3, 0, L2NORM, MMA)
+    n21, m21 = between(k2, r1, sign2, inverse, 2, 1, L2NORM, MMA)
+    n31, m31 = between(k3, r1, sign3, inverse, 3, 1, L2NORM, MMA)
+    n32, m32 = between(k3, r2, sign3, inverse, 3, 2, L2NORM, MMA)
 
     # the diagonal blocks, two at a time: pairs (0, 1) and (2, 3)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -144,7 +152,8 @@ def prep_kernel(
     diagonal.index(1).slice(0, 1, 0).store(gl.reshape(by_token(n22), (1, 256)))
     diagonal.index(1).slice(1, 1, 0).store(gl.reshape(by_token(n33), (1, 256)))
     for e in gl.static_range(GROUP):
-        b0, b1 = gl.split(gl.permute(gl.reshape(betas[e], (2, 32)), (1, 0)))
+        strength = gl.where(row < first, betas[e], 0.0)  # of broken keys, as above
+        b0, b1 = gl.split(gl.permute(gl.reshape(strength, (2, 32)), (1, 0)))
         strengths.index(e * 2).store(gl.reshape(b0, (2, 16)))
         strengths.index(e * 2 + 1).store(gl.reshape(b1, (2, 16)))
         decay = gl.where(decays[e] < LOWEST_DECAY, LOWEST_DECAY, decays[e])  # a NaN stays one
@@ -165,6 +174,13 @@ def prep_kernel(
 
 
 @gluon.jit
+def away_from_zero(beta):
+    """A token that writes nothing writes next to nothing: columns of A are then never zero, and A / beta is known."""
+    faint = gl.where(beta < 0.0, -FAINTEST, FAINTEST)
+    return gl.where(gl.abs(beta) < FAINTEST, faint, beta)
+
+
+@gluon.jit
 def measured(n_ii, lengths, first, MMA: gl.constexpr):
     """Inverse lengths of 16 rows by position, of -x x^T of theirs; stored by token, from row `first` on."""
     position = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))
@@ -182,9 +198,9 @@ def normalised(n_ij, inverse, i: gl.constexpr, j: gl.constexpr, MMA: gl.constexp
 
 
 @gluon.jit
-def between(k_i, r_j, inverse, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.constexpr, MMA: gl.constexpr):
+def between(k_i, r_j, sign, inverse, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.constexpr, MMA: gl.constexpr):
     """Halves of n_ij."""
-    n_ij = -mma_v2(k_i, r_j, gl.zeros([16, 16], gl.float32, MMA))
+    n_ij = mma_v2(k_i, r_j, gl.zeros([16, 16], gl.float32, MMA)) * sign[:, None]
     if L2NORM:
         n_ij = normalised(n_ij, inverse, i, j, MMA)
     return halves(n_ij)
@@ -192,7 +208,8 @@ def between(k_i, r_j, inverse, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.cons
 
 @gluon.jit
 def solve_pair(diagonal, strengths, hi, lo, pair, GROUP: gl.constexpr):
-    """Two diagonal blocks of every value head by forward substitution: hi + lo of A_ii, transposed, by position."""
+    """Two diagonal blocks of every value head by forward substitution: hi + lo of RANGE A_ii, transposed, by
+    position."""
     CUBE: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 16, 1], [1, 1, 1], [2, 1, 0])  # block, column, row
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, CUBE)))[None, None, :]
     column = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, CUBE)))[None, :]
@@ -201,7 +218,7 @@ def solve_pair(diagonal, strengths, hi, lo, pair, GROUP: gl.constexpr):
         solved = solved + (gl.zeros([2, 16, 16], gl.float32, CUBE),)
     for i in gl.static_range(16):
         ni = diagonal.index(pair).slice(i * 16, 16, 1).load(gl.SliceLayout(1, CUBE))[:, None, :]
-        unit = gl.where(column == i, 1.0, 0.0)
+        unit = gl.where(column == i, RANGE, 0.0)
         longer = ()
         for e in gl.static_range(GROUP):
             x = solved[e]
@@ -238,14 +255,14 @@ def merge(
     a10 = product(d1h, d1l, as_right(zh, MMA), as_right(zl, MMA), zero)
     s10 = product(as_left(zh, MMA), as_left(zl, MMA), as_right(d1h, MMA), as_right(d1l, MMA), zero)  # A_10^T
     a32 = product(d3h, d3l, as_right(yh, MMA), as_right(yl, MMA), zero)
-    put(out, 1, 0, a10, inverse, L2NORM, MMA)
-    put(out, 3, 2, a32, inverse, L2NORM, MMA)
-    put(out, 1, 1, joined(d1h, d1l, MMA), inverse, L2NORM, MMA)
-    put(out, 3, 3, joined(d3h, d3l, MMA), inverse, L2NORM, MMA)
-    sh, sl = halves(s10)
+    put(out, 1, 0, a10, BACK * BACK, inverse, L2NORM, MMA)
+    put(out, 3, 2, a32, BACK * BACK, inverse, L2NORM, MMA)
+    put(out, 1, 1, joined(d1h, d1l, MMA), BACK, inverse, L2NORM, MMA)
+    put(out, 3, 3, joined(d3h, d3l, MMA), BACK, inverse, L2NORM, MMA)
+    sh, sl = halves(s10 * BACK)
     sh = as_left(sh, MMA)
     sl = as_left(sl, MMA)
-    fh, fl = halves(a32)
+    fh, fl = halves(a32 * BACK)
     fh = as_left(fh, MMA)
     fl = as_left(fl, MMA)
     # blocks (2, 0) to (3, 1): z_ba^T = sum over columns of (n A)^T
@@ -260,15 +277,15 @@ def merge(
     h21, l21 = halves(z21)
     h30, l30 = halves(z30)
     h31, l31 = halves(z31)
-    put(out, 2, 0, product(d2h, d2l, as_right(h20, MMA), as_right(l20, MMA), zero), inverse, L2NORM, MMA)
-    put(out, 2, 1, product(d2h, d2l, as_right(h21, MMA), as_right(l21, MMA), zero), inverse, L2NORM, MMA)
+    put(out, 2, 0, product(d2h, d2l, as_right(h20, MMA), as_right(l20, MMA), zero), BACK * BACK, inverse, L2NORM, MMA)
+    put(out, 2, 1, product(d2h, d2l, as_right(h21, MMA), as_right(l21, MMA), zero), BACK * BACK, inverse, L2NORM, MMA)
     a30 = product(fh, fl, as_right(h20, MMA), as_right(l20, MMA), zero)
-    put(out, 3, 0, product(d3h, d3l, as_right(h30, MMA), as_right(l30, MMA), a30), inverse, L2NORM, MMA)
+    put(out, 3, 0, product(d3h, d3l, as_right(h30, MMA), as_right(l30, MMA), a30), BACK * BACK, inverse, L2NORM, MMA)
     a31 = product(fh, fl, as_right(h21, MMA), as_right(l21, MMA), zero)
-    put(out, 3, 1, product(d3h, d3l, as_right(h31, MMA), as_right(l31, MMA), a31), inverse, L2NORM, MMA)
-    put(out, 2, 2, joined(d2h, d2l, MMA), inverse, L2NORM, MMA)
+    put(out, 3, 1, product(d3h, d3l, as_right(h31, MMA), as_right(l31, MMA), a31), BACK * BACK, inverse, L2NORM, MMA)
+    put(out, 2, 2, joined(d2h, d2l, MMA), BACK, inverse, L2NORM, MMA)
     d0h, d0l = block(hi, lo, first, 0, False, MMA)
-    put(out, 0, 0, joined(d0h, d0l, MMA), inverse, L2NORM, MMA)
+    put(out, 0, 0, joined(d0h, d0l, MMA), BACK, inverse, L2NORM, MMA)
 
 
 @gluon.jit
@@ -292,6 +309,13 @@ def first_long(n_ii, first, LONGEST: gl.constexpr, MMA: gl.constexpr):
     token = first + token_of(position)
     long = (position == other) & ~(-n_ii <= LONGEST)  # a NaN is no unit key
     return gl.min(gl.min(gl.where(long, token, CHUNK), 1), 0)
+
+
+@gluon.jit
+def minus_before(row, first, MMA: gl.constexpr):
+    """-1 for rows of a block before this one of the chunk, else 0."""
+    position = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))
+    return gl.where(first + token_of(position) < row, -1.0, 0.0)
 
 
 @gluon.jit
@@ -351,15 +375,19 @@ def by_token(x):
 
 
 @gluon.jit
-def put(out, i: gl.constexpr, j: gl.constexpr, x, inverse, L2NORM: gl.constexpr, MMA: gl.constexpr):
-    """Stores block (i, j) of A, with raw keys each row times its key's inverse length; 8 bytes a lane."""
+def put(
+    out, i: gl.constexpr, j: gl.constexpr, x, SCALE: gl.constexpr, inverse, L2NORM: gl.constexpr, MMA: gl.constexpr
+):  # fmt: skip
+    """Stores block (i, j) of A, SCALE times x, and with raw keys each row times its inverse length; 8 bytes a lane."""
     TILE: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [2, 0]], [[0, 4], [0, 8], [1, 0], [4, 0], [8, 0]], [], [], [16, 16]
     )
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, TILE))
     column = gl.arange(0, 16, layout=gl.SliceLayout(0, TILE))
+    scale = SCALE
     if L2NORM:
-        x = x * inverse.index(i).load(gl.SliceLayout(1, MMA))[:, None]
+        scale = (inverse.index(i).load(gl.SliceLayout(1, MMA)) * SCALE)[:, None]
+    x = x * scale
     at = out + (i * 16 * CHUNK + j * 16) + row[:, None] * CHUNK + column[None, :]
     gl.store(at, gl.convert_layout(by_token(x.to(gl.bfloat16)), TILE))
 

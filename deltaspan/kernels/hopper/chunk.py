@@ -1,0 +1,83 @@
+"""Pieces of kernels over one chunk: triangles and decay ratios of its square, sums along rows, rows on their way out.
+
+ACC is the layout of a product's accumulator, WIDE one of 16 bytes a lane.
+"""
+
+from deltaspan.kernels.hopper.forward import late
+from deltaspan.kernels.hopper.gluon import (
+    barrier,
+    exp2,
+    fence_async_shared,
+    gl,
+    gluon,
+    narrowed,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+CHUNK = gl.constexpr(64)
+HEAD_DIM = gl.constexpr(128)
+
+
+@gluon.jit
+def store_rows(to, x, token, held, heads, head, first, WIDE: gl.constexpr):
+    """Rows of a chunk to [T, heads, 128], from channel `first` on, as far as there are tokens."""
+    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE)))
+    channel = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, WIDE))
+    at = ((token + row).to(gl.int64) * heads + head) * HEAD_DIM + first
+    gl.store(to + at[:, None] + channel[None, :], x, mask=(row < held)[:, None])
+
+
+@gluon.jit
+def by_rows(place, x, WIDE: gl.constexpr):
+    """x in bf16 as it is stored to memory, by way of a place that nobody reads any more."""
+    place.store(x.to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    return place.load(WIDE)
+
+
+@gluon.jit
+def inner_product(x, y, WIDE: gl.constexpr):
+    """Of two tiles of [64, 128]."""
+    product = x.slice(0, 64, 1).load(WIDE).to(gl.float32) * y.slice(0, 64, 1).load(WIDE).to(gl.float32)
+    product += x.slice(64, 64, 1).load(WIDE).to(gl.float32) * y.slice(64, 64, 1).load(WIDE).to(gl.float32)
+    return gl.sum(gl.sum(product, 1), 0)
+
+
+@gluon.jit
+def in_place(count, other):
+    """0 for what is not negative, as the compiler does not know: what depends on it is not kept in registers all along
+    a loop that counts."""
+    return (count | other) >> 31
+
+
+@gluon.jit
+def lower(before, ACC: gl.constexpr):
+    """Where i >= j, of a chunk's square."""
+    return before.load(ACC).to(gl.float32) == 0.0
+
+
+@gluon.jit
+def strictly_lower(before, ACC: gl.constexpr):
+    return before.permute((1, 0)).load(ACC).to(gl.float32) != 0.0
+
+
+@gluon.jit
+def decay_ratios(G, ACC: gl.constexpr, FIRST: gl.constexpr = 0, WIDTH: gl.constexpr = CHUNK):
+    """2^(G_i - G_j) for i >= j, above the diagonal 1, the smaller of what is there and 1; of columns from FIRST on."""
+    column = G.slice(FIRST, WIDTH, 0).load(gl.SliceLayout(0, ACC))
+    return exp2(gl.minimum(G.load(gl.SliceLayout(1, ACC))[:, None] - column[None, :], 0.0))
+
+
+@gluon.jit
+def sums_before(M, before, ACC: gl.constexpr):
+    """Along rows, for each column the sum of those before it, in 16 bits."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    high = narrowed(M)
+    low = gl.convert_layout(narrowed(M - high.to(gl.float32)), LEFT)
+    high = gl.convert_layout(high, LEFT)
+    summed = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+    summed = warpgroup_mma(high, before, summed, is_async=True)
+    summed = warpgroup_mma(low, before, summed, is_async=True)
+    return warpgroup_mma_wait(0, deps=[summed, high, low])[0]

@@ -1,0 +1,494 @@
+"""The gradients of every chunk from the state at its start and the state's adjoint at its end, for sm_90: all chunks at
+once, a key head with its value heads by one program.
+
+With A and G of the prep stage, a = 2^G, r = 2^(G_C - G), gamma = 2^(G_C), E_ij = 2^(G_i - G_j) for i >= j, P =
+tril(Q K^T), S the state at the chunk's start and D the adjoint of that at its end:
+
+    T = E o A        F = scale E o P
+    R = V - a (K S)        U = T R        dU = r (K D) + F^T dO        dR = T^T dU        dv = dR
+    dP = scale E o (dO U^T)        Y = -E o tril(dR U^T, -1)
+    x1 = scale a (dO S^T)        x2 = a (dR S^T)        x3 = r (U D^T)        kappa_i = <x3_i, k_i>
+    dq = x1 + dP K        dk = x3 - x2 + dP^T Q + Y K + Y^T K        summed over the group's value heads
+    M = tril(dP o P + Y o K K^T, -1)
+    dg_j = sum_(i >= j) (<x1_i, q_i> - <x2_i, k_i>) + sum_(i < j) kappa_i + sum_(l < j <= i) M_il + gamma <D, S>
+    dbeta = <dR, R - tril(E o K K^T, -1) U> / beta = (<dR, R> + sum_l (Y o K K^T)_il) / beta
+
+dg is the torch tier's sum, in fp32: nothing large cancels where decay is strong. Its inner products are taken before
+x1, x2 and x3 are formed, <x1_i, q_i> = scale a_i <(Q S)_i, dO_i> and so on, so that these go straight into dq and dk:
+rows are scaled in the left operands. Sums over l < j are products with a matrix of ones, of M in two bf16 terms.
+
+A value head comes in two panels of 64 of V's channels, each a unit: v, dO and the rows of S^T and D^T for them. Four
+partitions: one warpgroup makes U and dR of a unit; one T and F, which serve both panels, dP and dq; one Y and dk; one
+warp loads. Each product runs into one accumulator in the order of value heads and panels, so bits do not depend on how
+many programs share the chunks.
+
+Rows of q, k, v and dO behind a fragment's end are set to zero in shared memory before anything is computed from them. A
+key that breaks the promise of unit keys turns dO into NaN from its row on: dq from there, dk and dv of the whole chunk.
+"""
+
+import torch
+from torch import Tensor
+
+from deltaspan.kernels.hopper.chunk import (
+    by_rows,
+    decay_ratios,
+    in_place,
+    inner_product,
+    lower,
+    store_rows,
+    strictly_lower,
+    sums_before,
+)
+from deltaspan.kernels.hopper.forward import clear_behind, late
+from deltaspan.kernels.hopper.gluon import (
+    barrier,
+    exp2,
+    fence_async_shared,
+    gl,
+    gluon,
+    launch,
+    load_tile,
+    mbarrier,
+    narrowed,
+    row_tiles,
+    tiles,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from deltaspan.kernels.hopper.prep import Prepared, away_from_zero
+
+# `of_keys` and `of_queries` each hold dk or dq in 64 registers, Y or dP in 32 and a left operand in 16; `update` two
+# accumulators of 32, and a K S and R in 16 each. All lay addresses by outside their loops. With more for one another
+# lays more by, and where that is `update`, ptxas waits after every product.
+LAUNCH = {"KEY_REGISTERS": 160, "QUERY_REGISTERS": 160}
+
+CHUNK = gl.constexpr(64)
+HEAD_DIM = gl.constexpr(128)
+PANEL = gl.constexpr(64)  # of V
+STAGES = gl.constexpr(3)  # of units; with all else they fill shared memory
+# places of [64, 128]: Q, and dk; K; T beside F, and dq
+OF_Q, OF_K, OF_TF = map(gl.constexpr, range(3))
+# of [64, 64]: U of both panels; P, and K K^T above the diagonal; ones where l < j
+OF_U, OF_P, ONES = map(gl.constexpr, (0, 2, 3))
+# of [64] fp32: G of two heads; of each token <x1, q> - <x2, k>, kappa, and <dR, R>
+READ, KAPPA, ERROR = map(gl.constexpr, (2, 3, 4))
+# signals: of a unit's stage; U and dR of a panel; of an item q and k, and P; of a head T and F, dP, what Y adds to dg
+FULL, EMPTY, MADE, USED = map(gl.constexpr, (0, 3, 6, 8))
+ITEM_FULL, ITEM_LEFT, SCORED, DECAYED, DP_MADE, SUMMED = map(gl.constexpr, range(10, 16))
+
+
+@gluon.jit
+def gradients_kernel(
+    q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, A, G, beta, broken, chunks, dq, dk, dv, dg, dbeta, items, NC,
+    scale, H: gl.constexpr, GROUP: gl.constexpr, KEY_REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Tiles (descriptors): q, k [T, H * 128] by [64, 128]; v, do [T, HV * 128] by [64, 64]; S, D [NC * HV * 128, 128]
+    by [64, 128], the rows V and the columns K.
+
+    A [HV, NC, 64, 64] bf16; G [HV, NC, 64] fp32; beta [T, HV] fp32 or bf16; broken [H, NC] and chunks [NC, 2] int32 as
+    prep has them; dq, dk [T, H, 128], dv [T, HV, 128] bf16; dg, dbeta [T, HV] fp32; items = NC * H, which the programs
+    take by turns.
+    """
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    # few allocations with many places: what partitions are handed takes shared memory, of which 324 bytes are left
+    wide = gl.allocate_shared_memory(gl.bfloat16, [3, CHUNK, HEAD_DIM], k_tiles.layout)
+    square = gl.allocate_shared_memory(gl.bfloat16, [4, CHUNK, CHUNK], SQUARE)
+    vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, PANEL], v_tiles.layout)  # V, then R, dU, dR; and Y
+    dos = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, PANEL], do_tiles.layout)  # dO; and dP
+    states = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PANEL, HEAD_DIM], S_tiles.layout)
+    costates = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PANEL, HEAD_DIM], D_tiles.layout)
+    rows = gl.allocate_shared_memory(gl.float32, [5, CHUNK], LINE)
+    sums = gl.allocate_shared_memory(gl.float32, [4, CHUNK], PLAIN)  # of dg, by warps
+    signals = gl.allocate_shared_memory(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(16):
+        if j == ITEM_LEFT:
+            mbarrier.init(signals.index(j), count=3)
+        elif (j >= EMPTY and j < EMPTY + STAGES) or (j >= USED and j < USED + 2):
+            mbarrier.init(signals.index(j), count=2)
+        else:
+            mbarrier.init(signals.index(j), count=1)
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
+    square.index(ONES).store(gl.where(row[:, None] < column[None, :], 1.0, 0.0).to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+
+    places = wide, square, vs, dos, states, costates, rows, sums, signals
+    updating = G, broken, chunks, dv, items, NC, scale
+    querying = A, G, chunks, dq, dg, items, NC, scale
+    keying = G, beta, chunks, dk, dbeta, items, NC
+    loading = q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, chunks, items
+    gl.warp_specialize(
+        [
+            (update, (places, updating, H, GROUP)),
+            (of_keys, (places, keying, H, GROUP)),
+            (of_queries, (places, querying, H, GROUP)),
+            (load, (places, loading, H, GROUP)),
+        ],
+        [4, 4, 1],
+        [KEY_REGISTERS, QUERY_REGISTERS, 24],
+    )
+
+
+@gluon.jit
+def load(places, given, H: gl.constexpr, GROUP: gl.constexpr):
+    """Units three ahead at most; q and k behind the first head's, whose place is free before theirs is."""
+    wide, _, vs, dos, states, costates, _, _, signals = places
+    q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, chunks, items = given
+    stage = 0
+    phase = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        c = item // H
+        h = item % H
+        token = gl.load(chunks + 2 * c)
+        for e in range(GROUP):
+            hv = h * GROUP + e
+            for panel in gl.static_range(2):
+                row = (c * (H * GROUP) + hv) * HEAD_DIM + panel * PANEL
+                column = hv * HEAD_DIM + panel * PANEL
+                mbarrier.wait(signals.index(EMPTY + stage), phase ^ 1)
+                mbarrier.expect(signals.index(FULL + stage), 2 * CHUNK * PANEL * 2 + 2 * PANEL * HEAD_DIM * 2)
+                load_tile(S_tiles, [row, 0], signals.index(FULL + stage), states.index(stage))
+                load_tile(v_tiles, [token, column], signals.index(FULL + stage), vs.index(stage))
+                load_tile(do_tiles, [token, column], signals.index(FULL + stage), dos.index(stage))
+                load_tile(D_tiles, [row, 0], signals.index(FULL + stage), costates.index(stage))
+                stage = stage + 1
+                phase = gl.where(stage == STAGES, phase ^ 1, phase)
+                stage = gl.where(stage == STAGES, 0, stage)
+            if e == 0:
+                mbarrier.wait(signals.index(ITEM_LEFT), (turn & 1) ^ 1)
+                mbarrier.expect(signals.index(ITEM_FULL), 2 * CHUNK * HEAD_DIM * 2)
+                load_tile(k_tiles, [token, h * HEAD_DIM], signals.index(ITEM_FULL), wide.index(OF_K))
+                load_tile(q_tiles, [token, h * HEAD_DIM], signals.index(ITEM_FULL), wide.index(OF_Q))
+        turn = turn + 1
+
+
+@gluon.jit
+def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
+    """U and dR of every unit, and of a token's inner products those that they take part in."""
+    wide, square, vs, dos, states, costates, rows, _, signals = places
+    G, broken, chunks, dv, items, NC, scale = given
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, CHUNK, layout=ROW)
+    HV: gl.constexpr = H * GROUP
+    read = gl.zeros([CHUNK], gl.float32, ROW)
+    kappa = gl.zeros([CHUNK], gl.float32, ROW)
+    error = gl.zeros([CHUNK], gl.float32, ROW)
+    stage = 0
+    phase = 0
+    head = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        c = item // H
+        h = item % H
+        token = gl.load(chunks + 2 * c)
+        held = gl.load(chunks + 2 * c + 1)
+        first_broken = gl.load(broken + h * NC + c)
+        mbarrier.wait(signals.index(SCORED), turn & 1)
+        for unit in range(2 * GROUP):
+            panel = unit & 1
+            hv = h * GROUP + (unit >> 1)
+            decay = G + (hv.to(gl.int64) * NC + c) * CHUNK
+            G_row = gl.load(decay + row)
+            G_end = gl.load(decay + CHUNK - 1)
+            here = in_place(unit, items)
+            q = wide.index(OF_Q + here)
+            k = wide.index(OF_K + here)
+            t = wide.index(OF_TF + here).slice(0, CHUNK, 1)
+            f = wide.index(OF_TF + here).slice(CHUNK, CHUNK, 1)
+            v = vs.index(stage)
+            do = dos.index(stage)
+            state = states.index(stage)
+            costate = costates.index(stage)
+            u = square.index(OF_U + panel)
+            mbarrier.wait(signals.index(FULL + stage), phase)
+            if held < CHUNK:
+                clear_behind(v, held)
+                clear_behind(do, held)
+            if first_broken < CHUNK:
+                barrier()
+                clear_behind(do, first_broken, float("nan"))
+            if (held < CHUNK) | (first_broken < CHUNK):
+                fence_async_shared()
+                barrier()
+            passed = inner_product(state, costate, WIDE)
+            zero = gl.zeros([CHUNK, PANEL], gl.float32, ACC)
+            KS = warpgroup_mma(k, state.permute((1, 0)), zero, is_async=True)
+            QS = warpgroup_mma(q, state.permute((1, 0)), zero, is_async=True)
+            KS, QS = warpgroup_mma_wait(0, deps=[KS, QS])
+            a = exp2(G_row)
+            of_panel = gl.sum(QS * do.load(ACC).to(gl.float32), 1) * (a * scale)
+            passed = gl.where(late(row) == 0, passed * exp2(G_end), 0.0)  # as if the first token had read it all
+            read = of_panel + passed + gl.where(panel == 0, 0.0, read)
+            KS = KS * a[:, None]
+            seen = narrowed(KS)
+            narrow = narrowed(v.load(ACC).to(gl.float32) - KS)
+            v.store(narrow)
+            fence_async_shared()
+            barrier()
+            mbarrier.wait(signals.index(DECAYED), head & 1)
+            mbarrier.wait(signals.index(USED + panel), (head & 1) ^ 1)
+            U = warpgroup_mma(t, v, zero, is_async=True)
+            dU = warpgroup_mma(k, costate.permute((1, 0)), zero, is_async=True)
+            U, dU = warpgroup_mma_wait(0, deps=[U, dU])
+            u.store(U.to(gl.bfloat16))
+            dU = dU * exp2(G_end - G_row)[:, None]
+            kappa = gl.sum(dU * U, 1) + passed + gl.where(panel == 0, 0.0, kappa)
+            dU = warpgroup_mma(f.permute((1, 0)), do, dU, is_async=True)
+            dU = warpgroup_mma_wait(0, deps=[dU])
+            v.store(dU.to(gl.bfloat16))
+            fence_async_shared()
+            barrier()
+            dR = warpgroup_mma(t.permute((1, 0)), v, zero, is_async=True)
+            dR = warpgroup_mma_wait(0, deps=[dR])
+            barrier()  # every warp's product has read dU
+            v.store(dR.to(gl.bfloat16))
+            read = read - gl.sum(dR * seen.to(gl.float32), 1)
+            error = gl.sum(dR * narrow.to(gl.float32), 1) + gl.where(panel == 0, 0.0, error)
+            if panel == 1:
+                rows.index(READ).store(read)
+                rows.index(KAPPA).store(kappa)
+                rows.index(ERROR).store(error)
+            fence_async_shared()
+            barrier()
+            out = v.load(WIDE)
+            barrier()  # others may write there
+            mbarrier.arrive(signals.index(MADE + panel), count=1)
+            store_rows(dv, out, token, held, HV, hv, panel * PANEL, WIDE)
+            head = head + panel
+            stage = stage + 1
+            phase = gl.where(stage == STAGES, phase ^ 1, phase)
+            stage = gl.where(stage == STAGES, 0, stage)
+        mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
+        turn = turn + 1
+
+
+@gluon.jit
+def decay_tiles(A, decay, G, p, tf, before, signal, scale):
+    """T and F of a value head, and its G; by halves, beside accumulators that fill the registers."""
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, HALF)))
+    column = gl.arange(0, 32, layout=gl.SliceLayout(0, HALF))
+    G.store(gl.load(decay + late(gl.arange(0, CHUNK, layout=FLAT))))
+    barrier()
+    for half in gl.static_range(2):
+        a = gl.load(A + half * 32 + row[:, None] * CHUNK + column[None, :])
+        E = decay_ratios(G, HALF, half * 32, 32)
+        tf.slice(half * 32, 32, 1).store((a.to(gl.float32) * E).to(gl.bfloat16))
+        P = p.slice(half * 32, 32, 1).load(HALF).to(gl.float32)
+        P = gl.where(lower(before.slice(half * 32, 32, 1), HALF), P, 0.0)
+        tf.slice(CHUNK + half * 32, 32, 1).store((P * (E * scale)).to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(signal, count=1)
+
+
+@gluon.jit
+def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
+    """P and K K^T of every item, T and F of every head; dP, dq and dg."""
+    wide, square, _, dos, states, _, rows, sums, signals = places
+    A, G, chunks, dq, dg, items, NC, scale = given
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    FLAT: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0])
+    left_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LEFT))
+    later = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, FLAT))
+    HV: gl.constexpr = H * GROUP
+    stage = 0
+    head = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        c = item // H
+        h = item % H
+        token = gl.load(chunks + 2 * c)
+        held = gl.load(chunks + 2 * c + 1)
+        first = (h * GROUP).to(gl.int64) * NC + c
+        here = in_place(turn, items)
+        q = wide.index(OF_Q + here)
+        k = wide.index(OF_K + here)
+        mbarrier.wait(signals.index(ITEM_FULL), turn & 1)
+        if held < CHUNK:
+            clear_behind(q, held)
+            clear_behind(k, held)
+            fence_async_shared()
+            barrier()
+        zero = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+        P = warpgroup_mma(q, k.permute((1, 0)), zero, is_async=True)
+        KK = warpgroup_mma(k, k.permute((1, 0)), zero, is_async=True)
+        P, KK = warpgroup_mma_wait(0, deps=[P, KK])
+        square.index(OF_P + here).store(gl.where(lower(square.index(ONES + here), ACC), P, KK).to(gl.bfloat16))
+        barrier()
+        mbarrier.arrive(signals.index(SCORED), count=1)
+        tf = wide.index(OF_TF + here)
+        decay_tiles(
+            A + first * (CHUNK * CHUNK), G + first * CHUNK, rows.index(head & 1), square.index(OF_P + here), tf,
+            square.index(ONES + here), signals.index(DECAYED), scale,
+        )  # fmt: skip
+        out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
+        for e in range(GROUP):
+            here = in_place(head, items)
+            this = first + e * NC
+            decay = G + this * CHUNK
+            read = exp2(gl.load(decay + left_row)) * scale
+            dP = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+            for panel in gl.static_range(2):
+                do = dos.index(stage)
+                mbarrier.wait(signals.index(MADE + panel), head & 1)
+                if panel == 1:  # noqa: SIM102  known when the kernel is compiled, and the other is not
+                    if e + 1 < GROUP:  # the sooner, the better: `update` waits for them next
+                        following = this + NC
+                        decay_tiles(
+                            A + following * (CHUNK * CHUNK), G + following * CHUNK, rows.index((head & 1) ^ 1),
+                            square.index(OF_P + here), wide.index(OF_TF + here), square.index(ONES + here),
+                            signals.index(DECAYED), scale,
+                        )  # fmt: skip
+                scaled = (do.load(LEFT).to(gl.float32) * read[:, None]).to(gl.bfloat16)
+                dP = warpgroup_mma(do, square.index(OF_U + here + panel).permute((1, 0)), dP, is_async=True)
+                out = warpgroup_mma(scaled, states.index(stage), out, is_async=True)
+                dP, out, scaled = warpgroup_mma_wait(0, deps=[dP, out, scaled])
+                if panel == 1:
+                    E = decay_ratios(rows.index(head & 1), ACC) * scale
+                    dP = gl.where(lower(square.index(ONES + here), ACC), dP * E, 0.0)
+                    barrier()  # every warp has read dO
+                    do.store(dP.to(gl.bfloat16))
+                    fence_async_shared()
+                    barrier()
+                    mbarrier.arrive(signals.index(DP_MADE), count=1)
+                    M = dP * square.index(OF_P + here).load(ACC).to(gl.float32)
+                    out = warpgroup_mma(do, wide.index(OF_K + here), out, is_async=True)
+                    M = sums_before(M, square.index(ONES + here), ACC)
+                    out = warpgroup_mma_wait(0, deps=[out])
+                    of_token = rows.index(READ).load(gl.SliceLayout(1, ACC))
+                    kappa = rows.index(KAPPA).load(gl.SliceLayout(1, ACC))
+                    M = gl.where(lower(square.index(ONES + here), ACC), M + of_token[:, None], kappa[:, None])
+                    by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
+                barrier()
+                mbarrier.arrive(signals.index(USED + panel), count=1)
+                mbarrier.arrive(signals.index(EMPTY + stage), count=1)
+                stage = stage + 1
+                stage = gl.where(stage == STAGES, 0, stage)
+            mbarrier.wait(signals.index(SUMMED), head & 1)
+            sums.store(sums.load(by_warp.type.layout) + by_warp)
+            barrier()
+            total = gl.sum(sums.load(FLAT), 0)
+            index = late(later)
+            at = (token + index).to(gl.int64) * HV + h * GROUP + e
+            gl.store(dg + at, total, mask=index < held)
+            head = head + 1
+        mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
+        store_rows(dq, by_rows(wide.index(OF_TF + here), out, WIDE), token, held, H, h, 0, WIDE)
+        barrier()  # before T and F are written there
+        turn = turn + 1
+
+
+@gluon.jit
+def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
+    """Y, dk and dbeta, and the share of Y in dg."""
+    wide, square, vs, dos, states, costates, rows, sums, signals = places
+    G, beta, chunks, dk, dbeta, items, NC = given
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    left_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LEFT))
+    HV: gl.constexpr = H * GROUP
+    stage = 0
+    head = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        c = item // H
+        h = item % H
+        token = gl.load(chunks + 2 * c)
+        held = gl.load(chunks + 2 * c + 1)
+        mbarrier.wait(signals.index(SCORED), turn & 1)
+        out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
+        for e in range(GROUP):
+            here = in_place(head, items)
+            k = wide.index(OF_K + here)
+            hv = h * GROUP + e
+            decay = G + (hv.to(gl.int64) * NC + c) * CHUNK
+            G_left = gl.load(decay + left_row)
+            taken = -exp2(G_left)
+            given_on = exp2(gl.load(decay + CHUNK - 1) - G_left)
+            Y = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+            for panel in gl.static_range(2):
+                v = vs.index(stage)
+                u = square.index(OF_U + here + panel)
+                mbarrier.wait(signals.index(MADE + panel), head & 1)
+                dr = (v.load(LEFT).to(gl.float32) * taken[:, None]).to(gl.bfloat16)
+                Y = warpgroup_mma(v, u.permute((1, 0)), Y, is_async=True)
+                out = warpgroup_mma(dr, states.index(stage), out, is_async=True)
+                Y, out, dr = warpgroup_mma_wait(0, deps=[Y, out, dr])
+                written = (u.load(LEFT).to(gl.float32) * given_on[:, None]).to(gl.bfloat16)
+                out = warpgroup_mma(written, costates.index(stage), out, is_async=True)
+                out, written = warpgroup_mma_wait(0, deps=[out, written])
+                if panel == 1:
+                    E = decay_ratios(rows.index(head & 1), ACC)
+                    Y = gl.where(strictly_lower(square.index(ONES + here), ACC), -Y * E, 0.0)
+                    barrier()  # every warp has read dR
+                    v.store(Y.to(gl.bfloat16))
+                    fence_async_shared()
+                    barrier()
+                    M = Y * square.index(OF_P + here).permute((1, 0)).load(ACC).to(gl.float32)
+                    error = gl.sum(M, 1) + rows.index(ERROR).load(gl.SliceLayout(1, ACC))
+                    index = late(row)
+                    at = (token + index).to(gl.int64) * HV + hv
+                    strength = gl.load(beta + at, mask=index < held, other=1.0).to(gl.float32)
+                    gl.store(dbeta + at, error / away_from_zero(strength), mask=index < held)
+                    M = sums_before(M, square.index(ONES + here), ACC)
+                    M = gl.where(lower(square.index(ONES + here), ACC), M, 0.0)
+                    by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
+                    mbarrier.wait(signals.index(DP_MADE), head & 1)
+                    sums.store(by_warp)
+                    out = warpgroup_mma(v, k, out, is_async=True)
+                    out = warpgroup_mma(v.permute((1, 0)), k, out, is_async=True)
+                    out = warpgroup_mma(dos.index(stage).permute((1, 0)), wide.index(OF_Q + here), out, is_async=True)
+                    out = warpgroup_mma_wait(0, deps=[out])
+                barrier()
+                if panel == 1:
+                    mbarrier.arrive(signals.index(SUMMED), count=1)
+                mbarrier.arrive(signals.index(USED + panel), count=1)
+                mbarrier.arrive(signals.index(EMPTY + stage), count=1)
+                stage = stage + 1
+                stage = gl.where(stage == STAGES, 0, stage)
+            head = head + 1
+        out = by_rows(wide.index(OF_Q + in_place(turn, items)), out, WIDE)
+        barrier()
+        mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
+        store_rows(dk, out, token, held, H, h, 0, WIDE)
+        turn = turn + 1
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, do: Tensor, made: Prepared, states: Tensor, costates: Tensor,
+    chunks: Tensor, scale: float, *, programs: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Launches the kernel; ready q, k [T, H, 128], v, do [T, HV, 128] bf16, rows of any pitch; beta [T, HV] fp32 or
+    bf16; the state at every chunk's start and its adjoint at every chunk's end [NC, HV, V, K] bf16; chunks [NC, 2]
+    int32. programs: at most so many, as many as run at once.
+
+    Returns dq, dk like q, dv like v, dense, and dg, dbeta [T, HV] fp32. Nothing is written for tokens outside all
+    chunks.
+    """
+    (T, H, D), HV, NC = k.shape, v.shape[1], len(chunks)
+    A, G, broken, _, lengths = made
+    assert lengths is None, "the gradients take ready q and k"
+    dq, dk, dv = (k.new_empty(T, heads, D) for heads in (H, H, HV))
+    dg, dbeta = (k.new_empty(T, HV, dtype=torch.float32) for _ in range(2))
+    if NC:
+        launch(
+            gradients_kernel, (min(programs, NC * H),), row_tiles(q), row_tiles(k), row_tiles(v, 64), row_tiles(do, 64),
+            tiles(states, 128, 64, 128), tiles(costates, 128, 64, 128), A, G, beta, broken, chunks, dq, dk, dv, dg,
+            dbeta, NC * H, NC, scale, H=H, GROUP=HV // H, num_warps=4, **LAUNCH,
+        )  # fmt: skip
+    return dq, dk, dv, dg, dbeta

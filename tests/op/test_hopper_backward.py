@@ -1,0 +1,103 @@
+"""The Hopper tier's backward through the public calls, on a GPU and on the emulator: exact to bf16, the same bits by
+every exchange, from a checkpoint, and by the explicit call."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import deltaspan as ds
+from tests.helpers import same_bits
+from tests.op.hopper import drawn, relative
+from tests.op.raw import ALL, draw_raw
+from tests.op.support import LAYOUTS, Pack, differing, join, leaf, listed, run_rule, split, true_rule
+
+LENGTHS = [700, 1, 0, 799, 64, 63, 1300, 130]
+FEW = [130, 1, 0, 70]  # for the emulator
+# Five to eight roundings to bf16 as the tests of the kernel have it, and those of the chunks before and behind.
+BF16 = 8e-3
+# Where little decays dg is <D, S> at every chunk: less than |D| |S| / 128 or more, with the roundings of all of that.
+BOUNDS = {"dg": 2e-2}
+
+
+def context(part: ds.Partition, device: str, **plan) -> ds.Context:
+    return ds.build_context(part, ds.SimulatedGroup(part.world_size), device=device, **plan)
+
+
+def exact(pack: Pack, ctx: ds.Context, **options) -> dict[str, torch.Tensor]:
+    found = join(ctx.part, run_rule(pack, ctx, backend="hopper", **options))
+    on_host = pack._replace(**{name: getattr(pack, name).cpu() for name in pack._fields[1:]})
+    for name, true in true_rule(on_host).items():
+        assert relative(found[name].cpu(), true) < BOUNDS.get(name, BF16), name
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", ["moderate", "slow", "zero", "strong", "mixed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients(rng: torch.Generator, layout: str, decay: str) -> None:
+    pack = drawn(rng, LENGTHS, "cuda", decay)
+    for world_size in (1, 3):
+        part = split(pack.cu_seqlens, world_size, layout, rng)
+        for plan in ({"p_rule": "one"}, {"p_rule": "occ", "sm_count": 300}):
+            ctx = context(part, "cuda", **plan)
+            found = exact(pack, ctx)
+            for exchange in ("ring", "all_gather"):
+                other = join(part, run_rule(pack, ctx, backend="hopper", exchange=exchange))
+                assert not differing(other, found), (world_size, plan, exchange)
+
+
+@pytest.mark.parametrize(("layout", "decay"), [("contiguous", "moderate"), ("zigzag", "slow")])
+def test_gradients_in_few_chunks(hopper: str, rng: torch.Generator, layout: str, decay: str) -> None:
+    pack = drawn(rng, FEW, hopper, decay, H=1, HV=2)
+    part = split(pack.cu_seqlens, 2, layout, rng)
+    ctx = context(part, hopper, p_rule="occ", sm_count=60)
+    found = exact(pack, ctx)
+    for exchange in ("ring", "all_gather"):
+        assert not differing(join(part, run_rule(pack, ctx, backend="hopper", exchange=exchange)), found)
+
+
+def test_checkpoint_and_explicit_call(hopper: str, rng: torch.Generator) -> None:
+    """The bits of a step that keeps everything, and with a handle nothing is sent twice."""
+    pack = drawn(rng, [70, 0, 9], hopper, H=1, HV=1)
+    ctx = context(split(pack.cu_seqlens, 2, "zigzag", rng), hopper)
+    shards = [listed(ctx, ctx.shard(x)) for x in pack[1:6]]
+    dos = listed(ctx, ctx.shard(pack.do))
+
+    def step(how) -> list[torch.Tensor]:
+        leaves = [[leaf(x) for x in of_ranks] for of_ranks in shards]
+        flat = [x for of_ranks in leaves for x in of_ranks]
+        o = how(flat)
+        return [t.detach() for t in (*o, *torch.autograd.grad(o, flat, dos))]
+
+    def call(*flat, handle=None) -> list[torch.Tensor]:
+        operands = [list(flat[2 * i : 2 * i + 2]) for i in range(5)]
+        return ds.chunk_gated_delta_rule(*operands, ctx, backend="hopper", recompute_handle=handle)[0]
+
+    plain = step(lambda flat: call(*flat))
+    recomputed = step(lambda flat: checkpoint(call, *flat, use_reentrant=False))
+    handle = ds.RecomputeHandle()
+    handled = step(lambda flat: checkpoint(lambda *x: call(*x, handle=handle), *flat, use_reentrant=False))
+    assert all(map(same_bits, recomputed, plain)) and all(map(same_bits, handled, plain))
+    o, _, saved = ds.forward(*shards, ctx, backend="hopper")
+    explicit = ds.backward(*shards, ctx, dos, saved=saved, backend="hopper")
+    by_rank = zip(*(plain[2 + 2 * i : 4 + 2 * i] for i in range(5)), strict=True)
+    for rank, expected in enumerate(by_rank):
+        assert same_bits(o[rank], plain[rank])
+        assert all(map(same_bits, explicit[rank][:5], expected))
+
+
+def test_raw_operands(hopper: str, rng: torch.Generator) -> None:
+    """As the torch tier in FP64, from the same bf16 operands."""
+    raw = draw_raw(rng, FEW, ALL, H=1, HV=2, K=128, V=128).to(torch.bfloat16, raw=torch.bfloat16)
+    grads = {}
+    for dtype, backend, device in ((torch.bfloat16, "hopper", hopper), (torch.float64, "torch", "cpu")):
+        leaves = [leaf(getattr(raw.pack, name).to(device, dtype)) for name in ("q", "k", "v", "g", "beta")]
+        wide = torch.float32 if dtype == torch.bfloat16 else dtype
+        gates = [leaf(x.to(device, wide)) for x in (raw.A_log, raw.dt_bias)]
+        ctx = context(ds.partition(raw.pack.cu_seqlens, 1), device)
+        o, _ = ds.chunk_gated_delta_rule(
+            *([x] for x in leaves), ctx, A_log=[gates[0]], dt_bias=[gates[1]], backend=backend, **ALL
+        )
+        grads[backend] = torch.autograd.grad(o[0], [*leaves, *gates], raw.pack.do.to(device, dtype))
+    for name, found, true in zip(("q", "k", "v", "g", "beta", "A_log", "dt_bias"), *grads.values(), strict=True):
+        assert relative(found.cpu(), true) < 2 * BF16, name
