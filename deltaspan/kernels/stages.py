@@ -1,8 +1,8 @@
 """The stages of a tier, with their shapes, and the tables they are given.
 
-A tier is a module with these names; one that has no backward lacks those from `adjoint_prep` to `gradients`, and
-`restore`. T: a rank's tokens; NC: its chunks; S: its segments, in local order; n: those of them in question. State S
-and its adjoint D are [K, V]; states are FP32, or FP64 where the operands are.
+A tier is a module with these names; one that keeps nothing lacks `restore`. T: a rank's tokens; NC: its chunks; S: its
+segments, in local order; n: those of them in question. State S and its adjoint D are [K, V]; states are FP32, or FP64
+where the operands are.
 
     tape = prep(q, k, v, g, beta, grid, scale=, unit_keys=, raw=)
         q, k [T, H, K]   v [T, HV, V]   g, beta [T, HV]        what does not depend on the state, per chunk
