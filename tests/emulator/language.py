@@ -217,12 +217,16 @@ def absolute(x: Value) -> Value:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Value], dtype: torch.dtype, is_pure: bool, pack: int
 ) -> Value:
-    """Only what is known here: exp2, a reciprocal, and a move, which computes nothing."""
+    """Only what is known here: exp2, a reciprocal, a bf16 number times the sum of two, and a move, which computes
+    nothing."""
     operation = asm.split()[0]
     if operation == "ex2.approx.ftz.f32":
         return exp2(*args)
     if operation == "rcp.approx.ftz.f32":
         return reciprocal(*args)
+    if operation == "mul.rn.bf16x2":
+        x, high, low = (arg.to(torch.float32) for arg in args)
+        return (x * high + (x * low).to(torch.bfloat16).to(torch.float32)).to(torch.bfloat16)
     if operation in ("mov.b32", "mov.u32"):
         return args[0]
     raise NotImplementedError(f"the emulator does not know {asm!r}")

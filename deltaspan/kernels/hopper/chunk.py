@@ -38,18 +38,19 @@ def by_rows(place, x, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def inner_product(x, y, WIDE: gl.constexpr):
-    """Of two tiles of [64, 128]."""
-    product = x.slice(0, 64, 1).load(WIDE).to(gl.float32) * y.slice(0, 64, 1).load(WIDE).to(gl.float32)
-    product += x.slice(64, 64, 1).load(WIDE).to(gl.float32) * y.slice(64, 64, 1).load(WIDE).to(gl.float32)
-    return gl.sum(gl.sum(product, 1), 0)
+def row_products(x, y, TILE: gl.constexpr):
+    """The inner product of every two rows of two tiles of [64, 128], by 16 columns: more would take more registers."""
+    product = gl.zeros([64, 16], gl.float32, TILE)
+    for j in gl.static_range(8):
+        product += x.slice(16 * j, 16, 1).load(TILE).to(gl.float32) * y.slice(16 * j, 16, 1).load(TILE).to(gl.float32)
+    return gl.sum(product, 1)
 
 
 @gluon.jit
-def in_place(count, other):
-    """0 for what is not negative, as the compiler does not know: what depends on it is not kept in registers all along
-    a loop that counts."""
-    return (count | other) >> 31
+def in_place(count):
+    """0, by way of the assembler, so that no descriptor of a product that depends on it is made before a loop that
+    counts: there would be more of them than registers."""
+    return late(count - count)
 
 
 @gluon.jit

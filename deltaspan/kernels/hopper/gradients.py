@@ -33,8 +33,8 @@ from deltaspan.kernels.hopper.chunk import (
     by_rows,
     decay_ratios,
     in_place,
-    inner_product,
     lower,
+    row_products,
     store_rows,
     strictly_lower,
     sums_before,
@@ -51,6 +51,7 @@ from deltaspan.kernels.hopper.gluon import (
     mbarrier,
     narrowed,
     row_tiles,
+    scaled,
     tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -60,7 +61,7 @@ from deltaspan.kernels.hopper.prep import Prepared, away_from_zero
 # `of_keys` and `of_queries` each hold dk or dq in 64 registers, Y or dP in 32 and a left operand in 16; `update` two
 # accumulators of 32, and a K S and R in 16 each. All lay addresses by outside their loops. With more for one another
 # lays more by, and where that is `update`, ptxas waits after every product.
-LAUNCH = {"KEY_REGISTERS": 160, "QUERY_REGISTERS": 160}
+LAUNCH = {"KEY_REGISTERS": 168, "QUERY_REGISTERS": 160}
 
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
@@ -145,7 +146,7 @@ def load(places, given, H: gl.constexpr, GROUP: gl.constexpr):
         c = item // H
         h = item % H
         token = gl.load(chunks + 2 * c)
-        for e in range(GROUP):
+        for e in range(GROUP + in_place(item)):  # Triton 3.6 cannot compile a loop of one round
             hv = h * GROUP + e
             for panel in gl.static_range(2):
                 row = (c * (H * GROUP) + hv) * HEAD_DIM + panel * PANEL
@@ -190,14 +191,19 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
         token = gl.load(chunks + 2 * c)
         held = gl.load(chunks + 2 * c + 1)
         first_broken = gl.load(broken + h * NC + c)
-        mbarrier.wait(signals.index(SCORED), turn & 1)
+        decay = G + ((h * GROUP).to(gl.int64) * NC + c) * CHUNK
+        G_row = gl.load(decay + row)
+        G_end = gl.load(decay + CHUNK - 1)
+        mbarrier.wait(signals.index(ITEM_FULL), turn & 1)
+        if held < CHUNK:  # another partition sets what is behind to zero
+            mbarrier.wait(signals.index(SCORED), turn & 1)
         for unit in range(2 * GROUP):
             panel = unit & 1
             hv = h * GROUP + (unit >> 1)
-            decay = G + (hv.to(gl.int64) * NC + c) * CHUNK
-            G_row = gl.load(decay + row)
-            G_end = gl.load(decay + CHUNK - 1)
-            here = in_place(unit, items)
+            following = G + (gl.minimum(hv + panel, HV - 1).to(gl.int64) * NC + c) * CHUNK
+            following_row = gl.load(following + row)
+            following_end = gl.load(following + CHUNK - 1)
+            here = in_place(unit)
             q = wide.index(OF_Q + here)
             k = wide.index(OF_K + here)
             t = wide.index(OF_TF + here).slice(0, CHUNK, 1)
@@ -217,15 +223,13 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
             if (held < CHUNK) | (first_broken < CHUNK):
                 fence_async_shared()
                 barrier()
-            passed = inner_product(state, costate, WIDE)
             zero = gl.zeros([CHUNK, PANEL], gl.float32, ACC)
             KS = warpgroup_mma(k, state.permute((1, 0)), zero, is_async=True)
             QS = warpgroup_mma(q, state.permute((1, 0)), zero, is_async=True)
             KS, QS = warpgroup_mma_wait(0, deps=[KS, QS])
             a = exp2(G_row)
             of_panel = gl.sum(QS * do.load(ACC).to(gl.float32), 1) * (a * scale)
-            passed = gl.where(late(row) == 0, passed * exp2(G_end), 0.0)  # as if the first token had read it all
-            read = of_panel + passed + gl.where(panel == 0, 0.0, read)
+            read = of_panel + gl.where(panel == 0, 0.0, read)
             KS = KS * a[:, None]
             seen = narrowed(KS)
             narrow = narrowed(v.load(ACC).to(gl.float32) - KS)
@@ -239,7 +243,7 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
             U, dU = warpgroup_mma_wait(0, deps=[U, dU])
             u.store(U.to(gl.bfloat16))
             dU = dU * exp2(G_end - G_row)[:, None]
-            kappa = gl.sum(dU * U, 1) + passed + gl.where(panel == 0, 0.0, kappa)
+            kappa = gl.sum(dU * U, 1) + gl.where(panel == 0, 0.0, kappa)
             dU = warpgroup_mma(f.permute((1, 0)), do, dU, is_async=True)
             dU = warpgroup_mma_wait(0, deps=[dU])
             v.store(dU.to(gl.bfloat16))
@@ -262,6 +266,8 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
             mbarrier.arrive(signals.index(MADE + panel), count=1)
             store_rows(dv, out, token, held, HV, hv, panel * PANEL, WIDE)
             head = head + panel
+            G_row = following_row
+            G_end = following_end
             stage = stage + 1
             phase = gl.where(stage == STAGES, phase ^ 1, phase)
             stage = gl.where(stage == STAGES, 0, stage)
@@ -270,18 +276,21 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def decay_tiles(A, decay, G, p, tf, before, signal, scale):
-    """T and F of a value head, and its G; by halves, beside accumulators that fill the registers."""
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def halves_of_A(A, HALF: gl.constexpr):
     row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, HALF)))
-    column = gl.arange(0, 32, layout=gl.SliceLayout(0, HALF))
+    at = A + row[:, None] * CHUNK + gl.arange(0, 32, layout=gl.SliceLayout(0, HALF))[None, :]
+    return gl.load(at), gl.load(at + 32)
+
+
+@gluon.jit
+def decay_tiles(A, decay, G, p, tf, before, signal, scale, HALF: gl.constexpr):
+    """T and F of a value head, and its G; by halves, beside accumulators that fill the registers."""
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     G.store(gl.load(decay + late(gl.arange(0, CHUNK, layout=FLAT))))
     barrier()
     for half in gl.static_range(2):
-        a = gl.load(A + half * 32 + row[:, None] * CHUNK + column[None, :])
         E = decay_ratios(G, HALF, half * 32, 32)
-        tf.slice(half * 32, 32, 1).store((a.to(gl.float32) * E).to(gl.bfloat16))
+        tf.slice(half * 32, 32, 1).store((A[half].to(gl.float32) * E).to(gl.bfloat16))
         P = p.slice(half * 32, 32, 1).load(HALF).to(gl.float32)
         P = gl.where(lower(before.slice(half * 32, 32, 1), HALF), P, 0.0)
         tf.slice(CHUNK + half * 32, 32, 1).store((P * (E * scale)).to(gl.bfloat16))
@@ -300,6 +309,7 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0])
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     left_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LEFT))
     later = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, FLAT))
     HV: gl.constexpr = H * GROUP
@@ -312,9 +322,10 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
         token = gl.load(chunks + 2 * c)
         held = gl.load(chunks + 2 * c + 1)
         first = (h * GROUP).to(gl.int64) * NC + c
-        here = in_place(turn, items)
+        here = in_place(turn)
         q = wide.index(OF_Q + here)
         k = wide.index(OF_K + here)
+        next_A = halves_of_A(A + first * (CHUNK * CHUNK), HALF)
         mbarrier.wait(signals.index(ITEM_FULL), turn & 1)
         if held < CHUNK:
             clear_behind(q, held)
@@ -330,14 +341,16 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
         mbarrier.arrive(signals.index(SCORED), count=1)
         tf = wide.index(OF_TF + here)
         decay_tiles(
-            A + first * (CHUNK * CHUNK), G + first * CHUNK, rows.index(head & 1), square.index(OF_P + here), tf,
-            square.index(ONES + here), signals.index(DECAYED), scale,
+            next_A, G + first * CHUNK, rows.index(head & 1), square.index(OF_P + here), tf, square.index(ONES + here),
+            signals.index(DECAYED), scale, HALF,
         )  # fmt: skip
         out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
-        for e in range(GROUP):
-            here = in_place(head, items)
+        for e in range(GROUP + in_place(item)):  # Triton 3.6 cannot compile a loop of one round
+            here = in_place(head)
             this = first + e * NC
             decay = G + this * CHUNK
+            following = first + gl.minimum(e + 1, GROUP - 1) * NC
+            next_A = halves_of_A(A + following * (CHUNK * CHUNK), HALF)
             read = exp2(gl.load(decay + left_row)) * scale
             dP = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             for panel in gl.static_range(2):
@@ -345,16 +358,14 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
                 mbarrier.wait(signals.index(MADE + panel), head & 1)
                 if panel == 1:  # noqa: SIM102  known when the kernel is compiled, and the other is not
                     if e + 1 < GROUP:  # the sooner, the better: `update` waits for them next
-                        following = this + NC
                         decay_tiles(
-                            A + following * (CHUNK * CHUNK), G + following * CHUNK, rows.index((head & 1) ^ 1),
-                            square.index(OF_P + here), wide.index(OF_TF + here), square.index(ONES + here),
-                            signals.index(DECAYED), scale,
+                            next_A, G + following * CHUNK, rows.index((head & 1) ^ 1), square.index(OF_P + here),
+                            wide.index(OF_TF + here), square.index(ONES + here), signals.index(DECAYED), scale, HALF,
                         )  # fmt: skip
-                scaled = (do.load(LEFT).to(gl.float32) * read[:, None]).to(gl.bfloat16)
+                decayed = scaled(do.load(LEFT), read[:, None])
                 dP = warpgroup_mma(do, square.index(OF_U + here + panel).permute((1, 0)), dP, is_async=True)
-                out = warpgroup_mma(scaled, states.index(stage), out, is_async=True)
-                dP, out, scaled = warpgroup_mma_wait(0, deps=[dP, out, scaled])
+                out = warpgroup_mma(decayed, states.index(stage), out, is_async=True)
+                dP, out, decayed = warpgroup_mma_wait(0, deps=[dP, out, decayed])
                 if panel == 1:
                     E = decay_ratios(rows.index(head & 1), ACC) * scale
                     dP = gl.where(lower(square.index(ONES + here), ACC), dP * E, 0.0)
@@ -401,8 +412,10 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     left_row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LEFT))
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     HV: gl.constexpr = H * GROUP
     stage = 0
+    phase = 0
     head = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -412,24 +425,28 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
         held = gl.load(chunks + 2 * c + 1)
         mbarrier.wait(signals.index(SCORED), turn & 1)
         out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
-        for e in range(GROUP):
-            here = in_place(head, items)
+        for e in range(GROUP + in_place(item)):  # Triton 3.6 cannot compile a loop of one round
+            here = in_place(head)
             k = wide.index(OF_K + here)
             hv = h * GROUP + e
             decay = G + (hv.to(gl.int64) * NC + c) * CHUNK
             G_left = gl.load(decay + left_row)
+            G_end = gl.load(decay + CHUNK - 1)
             taken = -exp2(G_left)
-            given_on = exp2(gl.load(decay + CHUNK - 1) - G_left)
+            given_on = exp2(G_end - G_left)
+            passed = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, TILE))
             Y = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             for panel in gl.static_range(2):
                 v = vs.index(stage)
                 u = square.index(OF_U + here + panel)
+                mbarrier.wait(signals.index(FULL + stage), phase)
+                passed = passed + row_products(states.index(stage), costates.index(stage), TILE)
                 mbarrier.wait(signals.index(MADE + panel), head & 1)
-                dr = (v.load(LEFT).to(gl.float32) * taken[:, None]).to(gl.bfloat16)
+                dr = scaled(v.load(LEFT), taken[:, None])
                 Y = warpgroup_mma(v, u.permute((1, 0)), Y, is_async=True)
                 out = warpgroup_mma(dr, states.index(stage), out, is_async=True)
                 Y, out, dr = warpgroup_mma_wait(0, deps=[Y, out, dr])
-                written = (u.load(LEFT).to(gl.float32) * given_on[:, None]).to(gl.bfloat16)
+                written = scaled(u.load(LEFT), given_on[:, None])
                 out = warpgroup_mma(written, costates.index(stage), out, is_async=True)
                 out, written = warpgroup_mma_wait(0, deps=[out, written])
                 if panel == 1:
@@ -447,7 +464,7 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
                     gl.store(dbeta + at, error / away_from_zero(strength), mask=index < held)
                     M = sums_before(M, square.index(ONES + here), ACC)
                     M = gl.where(lower(square.index(ONES + here), ACC), M, 0.0)
-                    by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
+                    by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1) + gl.sum(passed, 0) * (exp2(G_end) / 4)
                     mbarrier.wait(signals.index(DP_MADE), head & 1)
                     sums.store(by_warp)
                     out = warpgroup_mma(v, k, out, is_async=True)
@@ -458,13 +475,19 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
                 if panel == 1:
                     mbarrier.arrive(signals.index(SUMMED), count=1)
                 mbarrier.arrive(signals.index(USED + panel), count=1)
-                mbarrier.arrive(signals.index(EMPTY + stage), count=1)
-                stage = stage + 1
-                stage = gl.where(stage == STAGES, 0, stage)
+                if e + panel < GROUP:  # of the last unit dk goes out by way of D's place
+                    mbarrier.arrive(signals.index(EMPTY + stage), count=1)
+                    stage = stage + 1
+                    phase = gl.where(stage == STAGES, phase ^ 1, phase)
+                    stage = gl.where(stage == STAGES, 0, stage)
             head = head + 1
-        out = by_rows(wide.index(OF_Q + in_place(turn, items)), out, WIDE)
-        barrier()
         mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
+        out = by_rows(costates.index(stage), out, WIDE)
+        barrier()
+        mbarrier.arrive(signals.index(EMPTY + stage), count=1)
+        stage = stage + 1
+        phase = gl.where(stage == STAGES, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES, 0, stage)
         store_rows(dk, out, token, held, H, h, 0, WIDE)
         turn = turn + 1
 
