@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.resources import files
 from itertools import accumulate
@@ -22,7 +22,8 @@ FAILED, BAD_USAGE = 1, 2
 LAYOUTS = "contiguous, zigzag or zigzag_per_document."
 # As the planner has them, which only a plan loads: help answers at once.
 DEFAULT_RULE = "row_cost_lpt"
-RULES = "one, chain_min, occ, wave, wave_fill1, wave_fill, row_cost, row_cost_lpt, small_one, fill_down or fill_small"
+RULES = "one, chain_min, occ, wave, wave_fill1, wave_fill, row_cost, row_cost_lpt, small_one, fill_down, fill_small"
+RULES += " or least_time"
 PLAN_OPTIONS = {"world_size": "--cp", "sm_count": "--sms", "cu_seqlens": "--lengths"}  # by a message's argument
 PLAN_OPTIONS |= {name: f"--{name}" for name in ("layout", "hv", "rule")}
 BENCH_NAMES = "shards", "layout", "heads", "peers", "decay", "backend", "device", "samples", "seed"
@@ -278,10 +279,7 @@ def _tell(text: str) -> None:
 @contextmanager
 def _waiting(what: str) -> Iterator[None]:
     """A spinner on a terminal's stderr, for what may take a while."""
-    if err.is_terminal:
-        with err.status(what):
-            yield
-    else:
+    with err.status(what) if err.is_terminal else nullcontext():
         yield
 
 

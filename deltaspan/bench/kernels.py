@@ -32,7 +32,7 @@ from deltaspan.reference import causal_conv1d
 
 HEADS = (16, 48)
 TAPS = 4
-ROUNDS, REPEATS = 15, 8  # samples, and launches in each
+ROUNDS, REPEATS = 15, 8
 CHECKED_CHUNKS = 16  # of prep
 CHECKED_CHANNELS = 64  # of the convolution
 FLOOR_EXCESS = 1.05  # of the error of rounding the exact result to bf16: fp32-class arithmetic adds next to nothing
@@ -104,27 +104,27 @@ def _errors(x: Operands, chunks: Tensor, A: Tensor) -> tuple[float, float]:
     return math.sqrt(errors / size), math.sqrt(roundings / size)
 
 
-def graph_times(*calls: Callable[[], object]) -> list[float]:
-    """Median milliseconds of each call on the device, in turns."""
+def graph_times(*calls: Callable[[], object], rounds: int = ROUNDS, repeats: int = REPEATS) -> list[float]:
+    """Median milliseconds of each call on the device, in turns: of so many samples, and launches in each."""
     graphs = []
     for call in calls:
         call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(REPEATS):
+            for _ in range(repeats):
                 call()
         graph.replay()
         graphs.append(graph)
     taken: list[list[float]] = [[] for _ in calls]
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for graph, ms in zip(graphs, taken, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
-            ms.append(begin.elapsed_time(end) / REPEATS)
+            ms.append(begin.elapsed_time(end) / repeats)
     return [median(ms) for ms in taken]
 
 

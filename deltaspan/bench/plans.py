@@ -1,19 +1,21 @@
 """What a chunk's step of each walk costs on this GPU, and which step costs give the planner the better plans there.
 
-    python -m deltaspan.bench.plans [--json FILE]
+    python -m deltaspan.bench.plans [--packs NAMES] [--json FILE]
 
-Steps are timed by kernel on one shard. Then every pack x CP x layout is planned by the default rule with the published
-costs and with those just measured; where the plans differ, each rank's forward is timed under both.
+Steps are timed by kernel on one shard. Then every local shard and every pack x CP x layout is planned by `row_cost_lpt`
+with the published costs and with those just measured, and by `least_time` with its own. The forward of the rank that
+takes longest by its plan is timed under each, without the other ranks but with the summaries that they would want.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -25,27 +27,29 @@ import deltaspan as ds
 from deltaspan.bench.facts import commit, end_without_hopper, machine, versions
 from deltaspan.bench.kernels import graph_times
 from deltaspan.bench.operands import DECAYS, Operands, draw
-from deltaspan.bench.shards import local_shard
+from deltaspan.bench.shards import LOCAL_SHARDS, local_shard
 from deltaspan.bench.stages import stage_rows
-from deltaspan.layout import LAYOUTS
-from deltaspan.plan import DEFAULT_RULE, RULES, rank_chunks
-from deltaspan.plan.cost import RankChunks, StepCosts
-from deltaspan.plan.rules import PUBLISHED_COSTS, Target
+from deltaspan.layout import LAYOUTS, Partition
+from deltaspan.plan import HOPPER_RULE, RULES, rank_chunks
+from deltaspan.plan.cost import RankChunks, StepCosts, rank_time
+from deltaspan.plan.rules import H200_TIMES, PUBLISHED_COSTS, Target
 
 HEADS = (16, 48)
 PACKS = ("P1", "P2", "P3", "P4", "P5")
 CPS = (2, 4, 8, 16)
 STEPS_SHARD, STEPS_SEGMENTS = "P4/4", 11  # four waves of walks, as long as a plan would make them
 UNIT_MS = 1e-5  # of step costs, 10 ns
+ROUNDS, REPEATS = 5, 2  # of some 250 forwards, so that all take half a minute
+PUBLISHED = "published"
 
 
 class Row(NamedTuple):
-    """A batch over ranks of which at least one is cut otherwise by the two plans."""
+    """A batch over ranks, and how it is planned."""
 
     name: str
-    lengths: list[list[int]]  # by rank, of its fragments, in tokens
-    published: list[int]
-    measured: list[int]
+    part: Partition
+    plans: dict[str, list[int]]  # by what it reckons with
+    slowest: dict[str, int]  # the rank that takes longest by each plan
 
 
 def step_costs(decay: str, *, sm_count: int, seed: int = 0) -> StepCosts:
@@ -57,84 +61,106 @@ def step_costs(decay: str, *, sm_count: int, seed: int = 0) -> StepCosts:
     return StepCosts(*(max(1, round(cost / UNIT_MS)) for cost in ms), compose_weight=1)
 
 
-def differing(
-    packs: Mapping[str, Sequence[int]], cps: Sequence[int], costs: StepCosts, *, hv: int, sm_count: int
-) -> tuple[list[Row], int]:
-    """The batches that the two step costs cut differently, and how many there are in all."""
-    rows, count = [], 0
+def batches(packs: Mapping[str, Sequence[int]], cps: Sequence[int]) -> Iterator[tuple[str, Partition]]:
+    for name in LOCAL_SHARDS:
+        yield name, local_shard(name).part
     for name, lengths in packs.items():
         for cp in cps:
             for layout in LAYOUTS:
-                part = ds.partition([0, *accumulate(lengths)], cp, layout=layout)
-                ranks = rank_chunks(part)
-                plans = [_plan(ranks, Target(hv, sm_count, of)) for of in (PUBLISHED_COSTS, costs)]
-                count += 1
-                if plans[0] != plans[1]:
-                    own = [part.table.length[part.rows(rank)].tolist() for rank in range(cp)]
-                    rows.append(Row(f"{name} CP{cp} {layout}", [[n for n in of if n] for of in own], *plans))
-    return rows, count
+                yield f"{name} CP{cp} {layout}", ds.partition([0, *accumulate(lengths)], cp, layout=layout)
 
 
-def _plan(ranks: list[RankChunks], to: Target) -> list[int]:
+def planned(
+    packs: Mapping[str, Sequence[int]], cps: Sequence[int], costs: Mapping[str, StepCosts], *, hv: int, sm_count: int
+) -> Iterator[Row]:
+    """Every batch, cut by `row_cost_lpt` with each of the costs and by `least_time`."""
+    for name, part in batches(packs, cps):
+        ranks = rank_chunks(part)
+        plans = {of: _plan(ranks, "row_cost_lpt", Target(hv, sm_count, cost)) for of, cost in costs.items()}
+        plans[HOPPER_RULE] = _plan(ranks, HOPPER_RULE, Target(hv, sm_count, H200_TIMES))
+        yield Row(name, part, plans, {of: _slowest(ranks, plan, hv, sm_count) for of, plan in plans.items()})
+
+
+def _plan(ranks: list[RankChunks], rule: str, to: Target) -> list[int]:
     different = list(dict.fromkeys(ranks))
-    cut = dict(zip(different, RULES[DEFAULT_RULE].choose(different, to), strict=True))
+    cut = dict(zip(different, RULES[rule].choose(different, to), strict=True))
     return [cut[rank] for rank in ranks]
 
 
+def _slowest(ranks: list[RankChunks], plan: list[int], hv: int, sm_count: int) -> int:
+    times = [rank_time(rank, cut, hv, sm_count, H200_TIMES) for rank, cut in zip(ranks, plan, strict=True)]
+    return times.index(max(times))
+
+
 def report(packs: Mapping[str, Sequence[int]], cps: Sequence[int] = CPS, *, seed: int = 0) -> dict[str, Any]:
-    """The costs in both regimes of decay; with those of the first, by row the slowest rank's forward under both plans,
-    in both regimes."""
+    """The costs in both regimes of decay, every row's plans, and the slowest rank's forward in both regimes under the
+    published costs, under those of the regime, and by `least_time`."""
     facts = machine("cuda")
     sm_count = facts["sm_count"]
-    costs = {decay: step_costs(decay, sm_count=sm_count, seed=seed) for decay in DECAYS}
-    rows, count = differing(packs, cps, costs[DECAYS[0]], hv=HEADS[1], sm_count=sm_count)
-    most = max((sum(of) for row in rows for of in row.lengths), default=0)
-    timed = [row._asdict() | {"ms": {}} for row in rows]
+    costs = {PUBLISHED: PUBLISHED_COSTS, **{decay: step_costs(decay, sm_count=sm_count, seed=seed) for decay in DECAYS}}
+    rows = list(planned(packs, cps, costs, hv=HEADS[1], sm_count=sm_count))
+    alone = [{rank: on_one_rank(row.part, rank) for rank in row.slowest.values()} for row in rows]
+    most = max(part.total_tokens for of in alone for part in of.values())
+    made = [{"name": row.name, "plans": row.plans, "slowest": row.slowest, "ms": {}} for row in rows]
     for decay in DECAYS:
         x = draw(most, HEADS, decay, device="cuda", seed=seed)
-
-        @lru_cache  # ranks that hold alike take as long
-        def forward_ms(lengths: tuple[int, ...], segments: int, x: Operands = x) -> float:
-            return _forward_ms(lengths, segments, x)
-
-        for row, record in zip(rows, timed, strict=True):
-            plans = {"published": row.published, "measured": row.measured}
-            record["ms"][decay] = {
-                name: [forward_ms(tuple(of), cut) for of, cut in zip(row.lengths, plan, strict=True)]
-                for name, plan in plans.items()
-            }
+        for row, parts, record in zip(rows, alone, made, strict=True):
+            record["ms"][decay] = _forward_ms(row, parts, (PUBLISHED, decay, HOPPER_RULE), x)
     return {
-        "machine": facts, "versions": versions([]), "commit": commit(), "heads": HEADS, "rows": timed, "batches": count,
-        "costs": {decay: of._asdict() for decay, of in costs.items()}, "published_costs": PUBLISHED_COSTS._asdict(),
+        "machine": facts, "versions": versions([]), "commit": commit(), "heads": HEADS, "rows": made,
+        "costs": {of: cost._asdict() for of, cost in costs.items()} | {HOPPER_RULE: H200_TIMES._asdict()},
     }  # fmt: skip
 
 
-def _forward_ms(lengths: tuple[int, ...], segments: int, x: Operands) -> float:
-    """Of one rank by itself, its fragments as documents."""
-    tokens = sum(lengths)
-    ctx = ds.build_context(ds.partition([0, *accumulate(lengths)], 1), device="cuda")
-    given = [t[:, :tokens] for t in x[:5]]
+def on_one_rank(part: Partition, rank: int) -> Partition:
+    """A rank's fragments as those of one rank that has to summarise what it has to: where state enters a fragment or
+    leaves it, a fragment of one token stands before or behind."""
+    rows = part.rows(rank)
+    ends = (column[rows].tolist() for column in (part.table.length, part.crossing_in, part.crossing_out))
+    documents = [[1] * enters + [n] + [1] * leaves for n, enters, leaves in zip(*ends, strict=True)]
+    fragments = [
+        (doc, stop - n, n)
+        for doc, lengths in enumerate(documents)
+        for n, stop in zip(lengths, accumulate(lengths), strict=True)
+    ]
+    return ds.partition([0, *accumulate(map(sum, documents))], 1, fragments=[fragments])
+
+
+def _forward_ms(row: Row, parts: Mapping[int, Partition], plans: Sequence[str], x: Operands) -> dict[str, float]:
+    """By plan; what two plans have in common is timed once."""
+    wanted = {of: (row.slowest[of], row.plans[of][row.slowest[of]]) for of in plans}
+    calls = {
+        (rank, segments): partial(_forward, ds.build_context(parts[rank], device="cuda"), segments, x)
+        for rank, segments in wanted.values()
+    }
     with torch.no_grad():
-        (ms,) = graph_times(
-            partial(ds.chunk_gated_delta_rule, *given, ctx, backend="hopper", segments=min(segments, _most(lengths)))
-        )
-    return ms
+        taken = graph_times(*calls.values(), rounds=ROUNDS, repeats=REPEATS)
+    found = dict(zip(calls, taken, strict=True))
+    return {of: found[one] for of, one in wanted.items()}
 
 
-def _most(lengths: Sequence[int]) -> int:
-    return max(1, -(-max(lengths, default=0) // 64))
+def _forward(ctx: ds.Context, segments: int, x: Operands, backend: str = "hopper") -> torch.Tensor:
+    given = (t[:, : ctx.tokens] for t in x[:5])
+    return ds.chunk_gated_delta_rule(*given, ctx, backend=backend, segments=segments)[0]
 
 
 def table(record: Mapping[str, Any]) -> Iterator[Table | str]:
-    for decay, costs in record["costs"].items():
-        yield f"{decay}: " + ", ".join(f"{name} {cost}" for name, cost in costs.items()) + " (10 ns)"
-    shown = Table("batch", "published plan", "measured plan", *(f"{d}, ms" for d in DECAYS))
-    for row in record["rows"]:
-        slowest = [[max(row["ms"][d][name]) for name in ("published", "measured")] for d in DECAYS]
-        cells = (f"{before:.2f} -> {after:.2f} ({after / before:.2f})" for before, after in slowest)
-        shown.add_row(row["name"], str(row["published"]), str(row["measured"]), *cells)
-    yield shown
-    yield f"{len(record['rows'])} of {record['batches']} batches are planned differently"
+    rows = record["rows"]
+    for of, costs in record["costs"].items():
+        yield f"{of}: " + ", ".join(f"{name} {cost}" for name, cost in costs.items()) + " (10 ns)"
+    view = Table("batch", *record["costs"], *(f"{d}, ms: {PUBLISHED}, measured, {HOPPER_RULE}" for d in DECAYS))
+    for row in rows:
+        times = (" ".join(f"{row['ms'][d][of]:.2f}" for of in (PUBLISHED, d, HOPPER_RULE)) for d in DECAYS)
+        view.add_row(row["name"], *(_short(row["plans"][of]) for of in record["costs"]), *times)
+    yield view
+    for decay in DECAYS:
+        for of in (decay, HOPPER_RULE):
+            mean = fmean(row["ms"][decay][of] / row["ms"][decay][PUBLISHED] for row in rows)
+            yield f"{decay} decay, time of the plans by {of} / {PUBLISHED}, mean of {len(rows)} rows: {mean:.3f}"
+
+
+def _short(plan: Sequence[int]) -> str:
+    return str(plan[0]) if len(set(plan)) == 1 else " ".join(map(str, plan))
 
 
 def main(

@@ -18,7 +18,7 @@ from deltaspan.bench.peers import Peer, first_line, peers_by_name
 from deltaspan.bench.shards import LOCAL_SHARDS, Shard, local_shard, shards_of_packs
 from deltaspan.bench.sides import Deltaspan, Side, TimedGroup
 from deltaspan.bench.timing import FEWEST_SAMPLES, Phases, Samples, Stopwatch, interleave, is_steady, peak_mib
-from deltaspan.op.context import multiprocessors
+from deltaspan.op.context import default_rule, multiprocessors
 from deltaspan.plan import plan_segments
 
 CONTROL = "control"  # our side once more
@@ -176,9 +176,11 @@ def prepare(request: Request) -> Bench:
         raise ValueError(f"seed must be from 0 to {LARGEST_SEED:,}, got {request.seed}")
     backend = ds.chosen_backend(request.backend, device=device)
     names = LOCAL_SHARDS if list(request.shards) == ["all"] else request.shards
+    where = torch.device(device)
     of_packs = shards_of_packs(
-        request.packs, request.cp, request.layouts, hv=request.heads[1], sm_count=multiprocessors(torch.device(device))
-    )
+        request.packs, request.cp, request.layouts,
+        hv=request.heads[1], sm_count=multiprocessors(where), rule=default_rule(where),
+    )  # fmt: skip
     shards = [*map(local_shard, names), *of_packs]
     return Bench(request, device, backend, shards, peers_by_name(request.peers, device))
 

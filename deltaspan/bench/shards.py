@@ -75,7 +75,7 @@ def local_shard(name: str) -> Shard:
 
 
 def shards_of_packs(
-    packs: Mapping[str, Sequence[int]], cps: Sequence[int], layouts: Sequence[str], *, hv: int, sm_count: int
+    packs: Mapping[str, Sequence[int]], cps: Sequence[int], layouts: Sequence[str], *, hv: int, sm_count: int, rule: str
 ) -> Iterator[Shard]:
     """Two shards for each pack x CP x layout: the slowest rank's by itself, without exchange, then all ranks together.
 
@@ -83,7 +83,8 @@ def shards_of_packs(
         packs: lengths of documents by the pack's name.
         cps: world sizes.
         layouts: names of layouts, or "all".
-        hv, sm_count: value heads and multiprocessors, for which the planner finds the rank with most walk steps.
+        hv, sm_count, rule: value heads, multiprocessors and the planner's rule, by whose plan the rank with most walk
+            steps is found.
 
     Raises:
         ValueError: an unknown layout, or a world size below 1.
@@ -92,7 +93,8 @@ def shards_of_packs(
         for cp in cps:
             for layout in LAYOUTS if list(layouts) == ["all"] else layouts:
                 part = ds.partition([0, *accumulate(lengths)], cp, layout=layout)
-                steps = walk_steps(part, plan_segments(part, hv=hv, sm_count=sm_count), hv=hv, sm_count=sm_count)
+                plan = plan_segments(part, hv=hv, sm_count=sm_count, rule=rule)
+                steps = walk_steps(part, plan, hv=hv, sm_count=sm_count)
                 slowest = steps.index(max(steps))
                 own = part.table.length[part.rows(slowest)].tolist()
                 alone = _one_rank([length for length in own if length])

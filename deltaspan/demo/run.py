@@ -19,8 +19,7 @@ from deltaspan.demo.oracle import loss_and_gradients
 from deltaspan.demo.processes import train_on_ranks
 from deltaspan.demo.settings import DemoSettings, Placement, place
 from deltaspan.demo.training import RankOutcome, initial_model
-from deltaspan.op.context import multiprocessors
-from deltaspan.plan import DEFAULT_RULE
+from deltaspan.op.context import default_rule, multiprocessors
 from deltaspan.plots.record import plural
 
 # FP32 rounds every product to 2**-24 = 6e-8, and a gradient sums thousands of them through two layers: 2e-6 is what one
@@ -47,17 +46,18 @@ class DemoRun:
     def partition_record(self) -> dict[str, Any]:
         """The first pack's partition, as `deltaspan plan --json` writes one."""
         part, hv = self.first, self.settings.shape.value_heads
-        sms = multiprocessors(self.placement.device_of(0))
+        device = self.placement.device_of(0)
+        rule, sms = default_rule(device), multiprocessors(device)
         return {
             "pack": "of step 1",
             "lengths": self.packs[0].lengths,
             "cp": part.world_size,
             "layout": part.layout,
-            "rule": DEFAULT_RULE,
+            "rule": rule,
             "hv": hv,
             "sms": sms,
             "fragments": [[list(fragment[:3]) for fragment in fragments] for fragments in part.fragments],
-            "segments": ds.plan_segments(part, hv=hv, sm_count=sms),
+            "segments": ds.plan_segments(part, hv=hv, sm_count=sms, rule=rule),
         }
 
 

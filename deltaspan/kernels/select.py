@@ -83,6 +83,12 @@ def check_device(device: torch.device | str) -> torch.device:
     return found
 
 
+@lru_cache
+def has_hopper(device: torch.device) -> bool:
+    """Whether the Hopper tier runs on `device`, whatever of a call it may not serve."""
+    return _not_on(device) is None and _without_triton() is None
+
+
 def _as_device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)

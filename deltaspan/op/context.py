@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from deltaspan.exchange import AllGather, Program, Transport, gather_tokens, scatter_gradient, transport
-from deltaspan.kernels.select import check_device
+from deltaspan.kernels.select import check_device, has_hopper
 from deltaspan.layout import Partition
 from deltaspan.layout.pack import as_int
 from deltaspan.op.operands import check_tensor
 from deltaspan.op.segments import Segments, cut
 from deltaspan.op.together import always, anchor
 from deltaspan.op.view import GroupView, RankView, group_view, rank_view
-from deltaspan.plan import DEFAULT_RULE, check_rule, plan_segments
+from deltaspan.plan import DEFAULT_RULE, HOPPER_RULE, check_rule, plan_segments
 
-DEFAULT_SM_COUNT = 132  # an H100's or H200's, so that ranks without a GPU plan as those will
+DEFAULT_SM_COUNT = 132  # an H100's or H200's
 
 
 class Context:
     """What the operation and the convolution need to know of a batch; immutable, independent of tensor contents.
 
     part: the partition.                  rank: this rank, None for a simulated group.
-    conv_kernel_size, p_rule, sm_count:   as given to `build_context`.
+    conv_kernel_size, p_rule, sm_count:   as given to `build_context`, or chosen by it.
     tokens: this rank's token count.      device: where its tables lie and its operands must.
     cu_seqlens: int32 [fragments + 1], local offsets.        position_ids: int64 [tokens], within the document.
     For a simulated group tokens, cu_seqlens and position_ids are lists, one entry a rank.
@@ -170,7 +170,7 @@ def build_context(
     rank: int | None = None,
     device: torch.device | str | None = None,
     conv_kernel_size: int = 4,
-    p_rule: str = DEFAULT_RULE,
+    p_rule: str | None = None,
     sm_count: int | None = None,
 ) -> Context:
     """Builds what one batch's layers share. With a process group this is a collective: every rank calls it.
@@ -181,7 +181,8 @@ def build_context(
         rank: this rank; only to be checked against the group's own idea.
         device: of the operands. Default: the current CUDA device; the CPU if there is none or the group has gloo alone.
         conv_kernel_size: taps of the convolution, at least 1.
-        p_rule: the planner's rule (`deltaspan.plan.RULES`).
+        p_rule: the planner's rule (`deltaspan.plan.RULES`). Default: `least_time` on a device that the Hopper tier runs
+            on, else `row_cost_lpt`.
         sm_count: multiprocessors to plan for. Default: the device's, or 132 without a GPU.
 
     Raises:
@@ -191,7 +192,7 @@ def build_context(
     link = transport(group)
     link.begin()
     try:
-        device, sm_count = _check(part, link, group, rank, device, conv_kernel_size, p_rule, sm_count)
+        device, p_rule, sm_count = _check(part, link, group, rank, device, conv_kernel_size, p_rule, sm_count)
     except Exception as error:  # the others are about to compare their contexts with this rank's
         link.announce(error, link.default_device())
         raise
@@ -218,14 +219,15 @@ def _check(
     rank: int | None,
     device: torch.device | str | None,
     conv_kernel_size: int,
-    p_rule: str,
+    p_rule: str | None,
     sm_count: int | None,
-) -> tuple[torch.device, int]:
-    """The device and its multiprocessors, once the arguments of `build_context` are found to fit."""
+) -> tuple[torch.device, str, int]:
+    """The device, rule and multiprocessors, once the arguments of `build_context` are found to fit."""
     if not isinstance(part, Partition):
         raise TypeError(f"part must be a Partition, from deltaspan.partition, got {type(part).__name__}")
     as_int("conv_kernel_size", conv_kernel_size, minimum=1)
-    check_rule(p_rule, name="p_rule")
+    if p_rule is not None:
+        check_rule(p_rule, name="p_rule")
     if link.world_size != part.world_size:
         size = f"a group of {link.world_size} ranks" if group is not None else "no group, which is one rank"
         raise ValueError(f"part is for {part.world_size} ranks, but there is {size}")
@@ -235,7 +237,13 @@ def _check(
     device = check_device(link.default_device() if device is None else device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return device, multiprocessors(device) if sm_count is None else as_int("sm_count", sm_count, minimum=1)
+    sm_count = multiprocessors(device) if sm_count is None else as_int("sm_count", sm_count, minimum=1)
+    return device, p_rule or default_rule(device), sm_count
+
+
+def default_rule(device: torch.device) -> str:
+    """What a context plans by unless it is told."""
+    return HOPPER_RULE if has_hopper(device) else DEFAULT_RULE
 
 
 def multiprocessors(device: torch.device) -> int:

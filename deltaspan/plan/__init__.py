@@ -3,6 +3,7 @@
 from deltaspan.plan.cost import RankChunks, in_halves, lpt_makespan, rank_chunks, rank_cost, rank_walk_steps, walk_steps
 from deltaspan.plan.rules import (
     DEFAULT_RULE,
+    HOPPER_RULE,
     MOST_SEGMENTS,
     RULES,
     check_rule,
@@ -29,6 +30,7 @@ from deltaspan.plan.tables import (
 __all__ = [
     "CHUNK",
     "DEFAULT_RULE",
+    "HOPPER_RULE",
     "MOST_SEGMENTS",
     "RULES",
     "Chains",

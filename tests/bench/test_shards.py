@@ -39,11 +39,12 @@ def test_equal_documents_are_bounded_in_tokens() -> None:
     assert local_shard("1x16777216").documents == [1 << 24]
 
 
-def test_the_rank_with_most_walk_steps_is_timed_alone_then_all_together() -> None:
+@pytest.mark.parametrize("rule", ["row_cost_lpt", "occ"])
+def test_the_rank_with_most_walk_steps_is_timed_alone_then_all_together(rule: str) -> None:
     lengths = [700, 0, 64, 6000, 300]
-    alone, together = shards_of_packs({"X": lengths}, [3], ["zigzag"], hv=48, sm_count=132)
+    alone, together = shards_of_packs({"X": lengths}, [3], ["zigzag"], hv=48, sm_count=132, rule=rule)
     part = ds.partition([0, *accumulate(lengths)], 3, layout="zigzag")
-    steps = walk_steps(part, plan_segments(part, hv=48, sm_count=132), hv=48, sm_count=132)
+    steps = walk_steps(part, plan_segments(part, hv=48, sm_count=132, rule=rule), hv=48, sm_count=132)
     assert len(set(steps)) > 1 and steps[alone.slowest_rank] == max(steps)
     assert alone.documents == part.table.length[part.rows(alone.slowest_rank)].tolist()
     assert (alone.layout, alone.cut_by, alone.part.world_size) == ("local", "zigzag", 1)
@@ -52,12 +53,12 @@ def test_the_rank_with_most_walk_steps_is_timed_alone_then_all_together() -> Non
 
 
 def test_empty_fragments_are_no_documents_of_a_local_shard() -> None:
-    alone, _ = shards_of_packs({"X": [0, 1, 90]}, [4], ["zigzag_per_document"], hv=4, sm_count=132)
+    alone, _ = shards_of_packs({"X": [0, 1, 90]}, [4], ["zigzag_per_document"], hv=4, sm_count=132, rule="one")
     assert alone.documents and min(alone.documents) > 0
 
 
 def test_all_layouts_and_every_combination() -> None:
-    shards = list(shards_of_packs({"X": [90], "Y": [70, 9]}, [1, 2], ["all"], hv=4, sm_count=132))
+    shards = list(shards_of_packs({"X": [90], "Y": [70, 9]}, [1, 2], ["all"], hv=4, sm_count=132, rule="one"))
     assert len(shards) == 2 * 3 * (1 + 2)  # a group of one has no second row
     with pytest.raises(ValueError, match="layout must be one of"):
-        list(shards_of_packs({"X": [90]}, [2], ["all", "zag"], hv=4, sm_count=132))
+        list(shards_of_packs({"X": [90]}, [2], ["all", "zag"], hv=4, sm_count=132, rule="one"))

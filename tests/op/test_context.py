@@ -9,6 +9,8 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 import deltaspan as ds
+from deltaspan.kernels import select
+from deltaspan.op.context import default_rule
 from tests.op.support import LAYOUTS, offsets, simulate, split
 
 CU_SEQLENS = offsets([20, 0, 1, 33])
@@ -38,8 +40,42 @@ def test_one_rank_stands_alone() -> None:
     assert ctx.shard(x, dim=0).equal(x) and ctx.unshard(x, dim=0).equal(x)
 
 
-def test_ranks_without_a_gpu_plan_as_those_with_one() -> None:
-    assert ds.build_context(ds.partition(CU_SEQLENS, 1), device="cpu").sm_count == 132
+def test_what_ranks_without_a_gpu_plan_for_and_by() -> None:
+    ctx = ds.build_context(ds.partition(CU_SEQLENS, 1), device="cpu")
+    assert (ctx.sm_count, ctx.p_rule) == (132, "row_cost_lpt")
+    for rule in ("least_time", "one"):
+        assert ds.build_context(ds.partition(CU_SEQLENS, 1), device="cpu", p_rule=rule).p_rule == rule
+
+
+@pytest.mark.parametrize(
+    ("capability", "without_triton", "rule"),
+    [
+        ((9, 0), None, "least_time"),
+        ((9, 0), "needs Triton", "row_cost_lpt"),
+        ((8, 0), None, "row_cost_lpt"),
+        ((10, 0), None, "row_cost_lpt"),
+    ],
+)
+def test_the_rule_of_a_device(
+    capability: tuple[int, int], without_triton: str | None, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(select, "_without_triton", lambda: without_triton)
+    select.has_hopper.cache_clear()
+    try:
+        assert default_rule(torch.device("cuda", 0)) == rule
+        assert default_rule(torch.device("cpu")) == "row_cost_lpt"
+    finally:
+        select.has_hopper.cache_clear()
+
+
+@pytest.mark.gpu
+def test_a_context_on_a_gpu_plans_by_its_rule() -> None:
+    part = ds.partition([0, 16_000], 1)
+    ctx = ds.build_context(part, device="cuda")
+    rule = "least_time" if torch.cuda.get_device_capability() == (9, 0) else "row_cost_lpt"
+    assert ctx.p_rule == rule
+    assert [ctx._segments(0, 6, None)] == ds.plan_segments(part, hv=6, sm_count=ctx.sm_count, rule=rule)
 
 
 def test_immutable() -> None:

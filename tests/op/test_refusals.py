@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import deltaspan as ds
-from deltaspan.plan import RULES
+from deltaspan.plan import DEFAULT_RULE, HOPPER_RULE, RULES
 from tests.helpers import gloo
 from tests.op.refusals import GROUPS, PART, Rank, context
 from tests.op.support import simulate
@@ -70,6 +70,7 @@ def accept() -> bool:
     rank.convolution(x=(rank.x, rank.x), weight=(rank.weight,) * 2, bias=(None, rank.bias), activation=None)
     rank.ctx.unshard(rank.x, total=13)
     context(rank=dist.get_rank(), p_rule="one", conv_kernel_size=1, sm_count=1)
+    context(p_rule=(None, DEFAULT_RULE)[dist.get_rank()])
     return True
 
 
@@ -88,8 +89,9 @@ DIFFERENT = {
     "taps": [{"conv_kernel_size": n} for n in (4, 3)],
     "multiprocessors": [{"sm_count": n} for n in (132, 148)],
     "rules": [{"p_rule": rule} for rule in sorted(RULES)[:2]],
+    "rules by default": [{}, {"p_rule": HOPPER_RULE}],  # as of ranks of which one alone has the kernels
 }  # fmt: skip
-NAMES = {"taps": "conv_kernel_size", "multiprocessors": "sm_count", "rules": "p_rule"}
+NAMES = {"taps": "conv_kernel_size", "multiprocessors": "sm_count", "rules": "p_rule", "rules by default": "p_rule"}
 
 
 def disagree(about: str) -> tuple[str, str] | None:

@@ -16,7 +16,8 @@ from tests.layout.cases import cuts, recorded
 DATA = Path(__file__).parents[1] / "data"
 RECORD = json.loads((DATA / "plan_cases.json").read_text())
 RULES_OF_RANK = ("one", "chain_min", "occ", "wave", "wave_fill1", "wave_fill")
-RULES_OF_ROW = ("row_cost", "row_cost_lpt", "small_one", "fill_down", "fill_small")
+PUBLISHED_OF_ROW = ("row_cost", "row_cost_lpt", "small_one", "fill_down", "fill_small")
+RULES_OF_ROW = (*PUBLISHED_OF_ROW, "least_time")
 CASES = {case["id"]: case for case in RECORD["cases"]}
 
 _partitions = {case["id"]: case for case in PARTITIONS["cases"]}

@@ -55,7 +55,7 @@ def test_rule_one_leaves_fragments_whole():
 
 @pytest.mark.parametrize("rule", NO_RULES)
 def test_unknown_rules_are_refused(rule):
-    with pytest.raises(ValueError, match=f"rule must be one of one, chain_min, .*, fill_small; got '{rule}'"):
+    with pytest.raises(ValueError, match=f"rule must be one of one, chain_min, .*, least_time; got '{rule}'"):
         plan_segments(PART, hv=4, sm_count=132, rule=rule)
     with pytest.raises(ValueError, match="rule must be one of"):
         rank_segments(1, 300, hv=4, sm_count=132, rule=rule)
@@ -73,7 +73,7 @@ def test_a_rule_of_a_row_is_refused_for_one_rank(rule):
 
 @pytest.mark.parametrize("rule", RULES_OF_RANK)
 def test_a_rule_of_a_rank_is_refused_for_a_row(rule):
-    with pytest.raises(ValueError, match=f"rule must be one of row_cost, .*, fill_small; got '{rule}'"):
+    with pytest.raises(ValueError, match=f"rule must be one of row_cost, .*, least_time; got '{rule}'"):
         row_segments(RANKS, hv=48, sm_count=152, rule=rule)
 
 
