@@ -119,6 +119,7 @@ def async_load(
     start = _coordinates(descriptor, coordinates, result)
     if constant(pred):
         result.writes(barrier.loads, barrier.announce(), part.knowledge)
+        barrier.arriving.learn(part.knowledge)  # who sees it land knows what came before it was asked for
         part.program.copies.append(_Load(descriptor, start, barrier, result))
         part.tick()
 

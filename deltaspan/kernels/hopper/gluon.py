@@ -59,7 +59,6 @@ def scaled(x, by):
     bf16 parts, and what the smaller one adds is rounded to 2^-9 of 2^-9."""
     high = by.to(gl.bfloat16)
     low = (by - high.to(gl.float32)).to(gl.bfloat16)
-    high, low = gl.broadcast(high, x)[0], gl.broadcast(low, x)[0]
     return gl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $3; fma.rn.bf16x2 $0, $1, $2, $0;", "=&r,r,r,r", [x, high, low], gl.bfloat16,
         is_pure=True, pack=2,
