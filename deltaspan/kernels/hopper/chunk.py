@@ -20,12 +20,20 @@ HEAD_DIM = gl.constexpr(128)
 
 
 @gluon.jit
-def store_rows(to, x, held, pitch, ACC: gl.constexpr):
-    """An accumulator's rows of bf16, so far apart, as many as there are tokens: four bytes a lane, which the cache
-    gathers, and no way by shared memory, where others would have to wait for it."""
-    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)))
-    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, ACC))
+def store_rows(to, x, held, pitch, LAYOUT: gl.constexpr):
+    """Rows of x, so far apart, as many as there are tokens."""
+    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT)))
+    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     gl.store(to + (row * pitch)[:, None] + column[None, :], x, mask=(row < held)[:, None])
+
+
+@gluon.jit
+def by_rows(place, x, WIDE: gl.constexpr):
+    """x in bf16 as it is stored to memory, by way of a place that nobody reads any more."""
+    place.store(x.to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    return place.load(WIDE)
 
 
 @gluon.jit

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.chunk import (
+    by_rows,
     decay_ratios,
     in_place,
     lower,
@@ -65,14 +66,16 @@ LAUNCH = {"KEY_REGISTERS": 168, "QUERY_REGISTERS": 160}
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
 PANEL = gl.constexpr(64)  # of V
-SLOTS = gl.constexpr(4)  # with all else they fill shared memory
+STAGES = gl.constexpr(3)  # of units; with all else they fill shared memory
+# places of [64, 128]: Q, and dk; K; T beside F, and dq
+OF_Q, OF_K, OF_TF = map(gl.constexpr, range(3))
+# of [64, 64]: U of both panels; P, and K K^T above the diagonal; ones where l < j
+OF_U, OF_P, ONES = map(gl.constexpr, (0, 2, 3))
 # of [64] fp32: G of three heads; of each token <x1, q> - <x2, k>, kappa, and <dR, R>
 READ, KAPPA, ERROR = map(gl.constexpr, (3, 4, 5))
-OF_T, OF_F = map(gl.constexpr, (2, 3))  # of [64, 64], behind U of both panels
-# signals: of a slot, FREE of its states and EMPTY of the rest; U and dR of a panel; P of an item; of a head T and F, dP,
-# what Y adds to dg
-FULL, FREE, EMPTY, MADE, USED = map(gl.constexpr, (0, 4, 8, 12, 14))
-SCORED, DECAYED, DP_MADE, SUMMED = map(gl.constexpr, range(16, 20))
+# signals: of a unit's stage; U and dR of a panel; of an item q and k, and P; of a head T and F, dP, what Y adds to dg
+FULL, EMPTY, MADE, USED = map(gl.constexpr, (0, 3, 6, 8))
+ITEM_FULL, ITEM_LEFT, SCORED, DECAYED, DP_MADE, SUMMED = map(gl.constexpr, range(10, 16))
 
 
 @gluon.jit
@@ -91,25 +94,30 @@ def gradients_kernel(
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # few allocations with many places: what partitions are handed takes shared memory, of which 68 bytes are left.
-    # A slot holds a unit, or an item: q, k, P with K K^T above the diagonal, and ones where l < j.
-    states = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, PANEL, HEAD_DIM], S_tiles.layout)  # or q
-    costates = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, PANEL, HEAD_DIM], D_tiles.layout)  # or k; dk
-    vs = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, CHUNK, PANEL], v_tiles.layout)  # V, R, dU, dR, Y; or P
-    dos = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, CHUNK, PANEL], do_tiles.layout)  # dO, dP; or ones
-    square = gl.allocate_shared_memory(gl.bfloat16, [4, CHUNK, CHUNK], SQUARE)  # U of both panels, T, F
+    # few allocations with many places: what partitions are handed takes shared memory, of which 68 bytes are left
+    wide = gl.allocate_shared_memory(gl.bfloat16, [3, CHUNK, HEAD_DIM], k_tiles.layout)
+    square = gl.allocate_shared_memory(gl.bfloat16, [4, CHUNK, CHUNK], SQUARE)
+    vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, PANEL], v_tiles.layout)  # V, then R, dU, dR; and Y
+    dos = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, PANEL], do_tiles.layout)  # dO; and dP
+    states = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PANEL, HEAD_DIM], S_tiles.layout)
+    costates = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PANEL, HEAD_DIM], D_tiles.layout)
     rows = gl.allocate_shared_memory(gl.float32, [6, CHUNK], LINE)
     sums = gl.allocate_shared_memory(gl.float32, [4, CHUNK], PLAIN)  # of dg, by warps
-    signals = gl.allocate_shared_memory(gl.int64, [20, 1], mbarrier.MBarrierLayout())
-    for j in gl.static_range(20):
-        if (j >= FREE and j < EMPTY + SLOTS) or (j >= USED and j < USED + 2):
+    signals = gl.allocate_shared_memory(gl.int64, [16, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(16):
+        if j == ITEM_LEFT:
+            mbarrier.init(signals.index(j), count=3)
+        elif (j >= EMPTY and j < EMPTY + STAGES) or (j >= USED and j < USED + 2):
             mbarrier.init(signals.index(j), count=2)
         else:
             mbarrier.init(signals.index(j), count=1)
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
+    square.index(ONES).store(gl.where(row[:, None] < column[None, :], 1.0, 0.0).to(gl.bfloat16))
     fence_async_shared()
     barrier()
 
-    places = square, vs, dos, states, costates, rows, sums, signals
+    places = wide, square, vs, dos, states, costates, rows, sums, signals
     updating = G, broken, chunks, dv, items, NC, scale
     querying = A, G, chunks, dq, dg, items, NC, scale
     keying = G, beta, chunks, dk, dbeta, items, NC
@@ -127,98 +135,83 @@ def gradients_kernel(
 
 
 @gluon.jit
-def following_slot(slot, own):
-    """Slots are taken by turns, but for that of the item, which stays as long as there are units of it."""
-    slot = (slot + 1) & (SLOTS - 1)
-    return gl.where(slot == own, (slot + 1) & (SLOTS - 1), slot)
-
-
-@gluon.jit
 def load(places, given, H: gl.constexpr, GROUP: gl.constexpr):
-    _, vs, dos, states, costates, _, _, signals = places
+    """Units three ahead at most; q and k behind the first head's, whose place is free before theirs is."""
+    wide, _, vs, dos, states, costates, _, _, signals = places
     q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, chunks, items = given
-    slot = SLOTS - 1
-    own = SLOTS
-    phases = 2**SLOTS - 1  # a bit a slot: that it is free at first
+    stage = 0
+    phase = 0
+    turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         c = item // H
         h = item % H
         token = gl.load(chunks + 2 * c)
-        own = following_slot(slot, own)
-        slot = own
-        mbarrier.wait(signals.index(FREE + slot), (phases >> slot) & 1)
-        mbarrier.wait(signals.index(EMPTY + slot), (phases >> slot) & 1)
-        phases = phases ^ (1 << slot)
-        mbarrier.expect(signals.index(FULL + slot), 2 * CHUNK * HEAD_DIM * 2)
-        load_tile(k_tiles, [token, h * HEAD_DIM], signals.index(FULL + slot), costates.index(slot))
-        load_tile(q_tiles, [token, h * HEAD_DIM], signals.index(FULL + slot), states.index(slot))
-        for unit in range(2 * GROUP):
-            row = (c * (H * GROUP) + h * GROUP) * HEAD_DIM + unit * PANEL
-            column = (h * GROUP) * HEAD_DIM + unit * PANEL
-            slot = following_slot(slot, own)
-            mbarrier.wait(signals.index(FREE + slot), (phases >> slot) & 1)
-            mbarrier.expect(signals.index(FULL + slot), 2 * CHUNK * PANEL * 2 + 2 * PANEL * HEAD_DIM * 2)
-            load_tile(S_tiles, [row, 0], signals.index(FULL + slot), states.index(slot))
-            load_tile(D_tiles, [row, 0], signals.index(FULL + slot), costates.index(slot))
-            mbarrier.wait(signals.index(EMPTY + slot), (phases >> slot) & 1)
-            load_tile(v_tiles, [token, column], signals.index(FULL + slot), vs.index(slot))
-            load_tile(do_tiles, [token, column], signals.index(FULL + slot), dos.index(slot))
-            phases = phases ^ (1 << slot)
+        for e in range(GROUP + in_place(item)):  # Triton 3.6 cannot compile a loop of one round
+            hv = h * GROUP + e
+            for panel in gl.static_range(2):
+                row = (c * (H * GROUP) + hv) * HEAD_DIM + panel * PANEL
+                column = hv * HEAD_DIM + panel * PANEL
+                mbarrier.wait(signals.index(EMPTY + stage), phase ^ 1)
+                mbarrier.expect(signals.index(FULL + stage), 2 * CHUNK * PANEL * 2 + 2 * PANEL * HEAD_DIM * 2)
+                load_tile(S_tiles, [row, 0], signals.index(FULL + stage), states.index(stage))
+                load_tile(v_tiles, [token, column], signals.index(FULL + stage), vs.index(stage))
+                load_tile(do_tiles, [token, column], signals.index(FULL + stage), dos.index(stage))
+                load_tile(D_tiles, [row, 0], signals.index(FULL + stage), costates.index(stage))
+                stage = stage + 1
+                phase = gl.where(stage == STAGES, phase ^ 1, phase)
+                stage = gl.where(stage == STAGES, 0, stage)
+            if e == 0:
+                mbarrier.wait(signals.index(ITEM_LEFT), (turn & 1) ^ 1)
+                mbarrier.expect(signals.index(ITEM_FULL), 2 * CHUNK * HEAD_DIM * 2)
+                load_tile(k_tiles, [token, h * HEAD_DIM], signals.index(ITEM_FULL), wide.index(OF_K))
+                load_tile(q_tiles, [token, h * HEAD_DIM], signals.index(ITEM_FULL), wide.index(OF_Q))
+        turn = turn + 1
 
 
 @gluon.jit
 def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
-    """P and K K^T of every item; U and dR of every unit, and of a token's inner products those that they are in."""
-    square, vs, dos, states, costates, rows, _, signals = places
+    """U and dR of every unit, and of a token's inner products those that they take part in."""
+    wide, square, vs, dos, states, costates, rows, _, signals = places
     G, broken, chunks, dv, items, NC, scale = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, CHUNK, layout=ROW)
     HV: gl.constexpr = H * GROUP
-    none = gl.zeros([CHUNK], gl.float32, ROW)
-    read = none
-    kappa = none
-    error = none
-    slot = SLOTS - 1
-    own = SLOTS
-    phases = 0
+    read = gl.zeros([CHUNK], gl.float32, ROW)
+    kappa = gl.zeros([CHUNK], gl.float32, ROW)
+    error = gl.zeros([CHUNK], gl.float32, ROW)
+    stage = 0
+    phase = 0
     head = 0
+    turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         c = item // H
         h = item % H
         token = gl.load(chunks + 2 * c)
         held = gl.load(chunks + 2 * c + 1)
         first_broken = gl.load(broken + h * NC + c)
-        # 32 bits do for tokens of all heads; nothing uniform, which would be waited for at once
-        at = (h * GROUP * NC + c) * CHUNK + row
-        G_row = gl.load(G + at)
-        G_end = gl.load(G + (at - row + (CHUNK - 1)))
-        own = following_slot(slot, own)
-        slot = own
-        out = dv + (token.to(gl.int64) * HV + h * GROUP) * HEAD_DIM
-        mbarrier.wait(signals.index(FULL + slot), (phases >> slot) & 1)
-        phases = phases ^ (1 << slot)
-        score(states.index(own), costates.index(own), vs.index(own), dos.index(own), held)
-        mbarrier.arrive(signals.index(SCORED), count=1)
+
+        mbarrier.wait(signals.index(ITEM_FULL), turn & 1)
+        if held < CHUNK:  # another partition sets what is behind to zero
+            mbarrier.wait(signals.index(SCORED), turn & 1)
         for unit in range(2 * GROUP):
             panel = unit & 1
-            at = at + NC * (CHUNK * panel)
-            more = unit + 1 < 2 * GROUP
-            following_row = gl.load(G + at, mask=more)
-            following_end = gl.load(G + (at - row + (CHUNK - 1)), mask=more)
-            slot = following_slot(slot, own)
+            # 32 bits do for the tokens of all heads; no number alone, which would be waited for before the products
+            at = ((h * GROUP + (unit >> 1)) * NC + c) * CHUNK
+            G_row = gl.load(G + (at + row))
+            G_end = gl.load(G + (at + (row | (CHUNK - 1))))
             here = in_place(unit)
-            q = states.index(own + here)
-            k = costates.index(own + here)
-            t = square.index(OF_T + here)
-            f = square.index(OF_F + here)
-            v = vs.index(slot)
-            do = dos.index(slot)
-            state = states.index(slot)
-            costate = costates.index(slot)
-            u = square.index(panel)
-            mbarrier.wait(signals.index(FULL + slot), (phases >> slot) & 1)
-            phases = phases ^ (1 << slot)
+            q = wide.index(OF_Q + here)
+            k = wide.index(OF_K + here)
+            t = wide.index(OF_TF + here).slice(0, CHUNK, 1)
+            f = wide.index(OF_TF + here).slice(CHUNK, CHUNK, 1)
+            v = vs.index(stage)
+            do = dos.index(stage)
+            state = states.index(stage)
+            costate = costates.index(stage)
+            u = square.index(OF_U + panel)
+            mbarrier.wait(signals.index(FULL + stage), phase)
             if held < CHUNK:
                 clear_behind(v, held)
                 clear_behind(do, held)
@@ -233,8 +226,8 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
             QS = warpgroup_mma(q, state.permute((1, 0)), zero, is_async=True)
             KS, QS = warpgroup_mma_wait(0, deps=[KS, QS])
             a = exp2(G_row)
-            QS = QS * (a * scale)[:, None]
-            read = gl.sum(QS * do.load(ACC).to(gl.float32), 1) + gl.where(panel == 0, 0.0, read)
+            of_panel = gl.sum(QS * do.load(ACC).to(gl.float32), 1) * (a * scale)
+            read = of_panel + gl.where(panel == 0, 0.0, read)
             KS = KS * a[:, None]
             seen = narrowed(KS)
             narrow = narrowed(v.load(ACC).to(gl.float32) - KS)
@@ -257,8 +250,7 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
             dR = warpgroup_mma(t.permute((1, 0)), v, zero, is_async=True)
             dR = warpgroup_mma_wait(0, deps=[dR])
             barrier()  # every warp's product has read dU
-            narrow_dR = dR.to(gl.bfloat16)
-            v.store(narrow_dR)
+            v.store(dR.to(gl.bfloat16))
             read = read - gl.sum(dR * seen.to(gl.float32), 1)
             error = gl.sum(dR * narrow.to(gl.float32), 1) + gl.where(panel == 0, 0.0, error)
             if panel == 1:
@@ -267,34 +259,18 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
                 rows.index(ERROR).store(error)
             fence_async_shared()
             barrier()
+            written = v.load(WIDE)
+            barrier()  # others may write there
             mbarrier.arrive(signals.index(MADE + panel), count=1)
-            store_rows(out, narrow_dR, held, HV * HEAD_DIM, ACC)  # the next fence waits for it, not this one
-            out = out + PANEL
+            out = dv + (token.to(gl.int64) * HV + h * GROUP) * HEAD_DIM + unit * PANEL
+            store_rows(out, written, held, HV * HEAD_DIM, WIDE)
+
             head = head + panel
-            G_row = following_row
-            G_end = following_end
-
-
-@gluon.jit
-def score(q, k, p, before, held):
-    """Rows of q and k that hold tokens, and from them P with K K^T above the diagonal; ones where l < j."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC)))
-    column = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC)))
-    if held < CHUNK:
-        clear_behind(q, held)
-        clear_behind(k, held)
-        fence_async_shared()
-        barrier()
-    zero = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
-    P = warpgroup_mma(q, k.permute((1, 0)), zero, is_async=True)
-    KK = warpgroup_mma(k, k.permute((1, 0)), zero, is_async=True)
-    P, KK = warpgroup_mma_wait(0, deps=[P, KK])
-    above = row[:, None] < column[None, :]
-    p.store(gl.where(above, KK, P).to(gl.bfloat16))
-    before.store(gl.where(above, 1.0, 0.0).to(gl.bfloat16))
-    fence_async_shared()
-    barrier()
+            stage = stage + 1
+            phase = gl.where(stage == STAGES, phase ^ 1, phase)
+            stage = gl.where(stage == STAGES, 0, stage)
+        mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
+        turn = turn + 1
 
 
 @gluon.jit
@@ -314,169 +290,168 @@ def decayed(A, G, p, before, scale, HALF: gl.constexpr, HALF_TH: gl.constexpr):
 
 
 @gluon.jit
-def put_halves(place, low, high):
-    place.slice(0, 32, 1).store(low)
-    place.slice(32, 32, 1).store(high)
+def put(tf, T_low, T_high, F_low, F_high, signal):
+    """T beside F, where products find them."""
+    tf.slice(0, 32, 1).store(T_low)
+    tf.slice(32, 32, 1).store(T_high)
+    tf.slice(64, 32, 1).store(F_low)
+    tf.slice(96, 32, 1).store(F_high)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(signal, count=1)
 
 
 @gluon.jit
 def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
-    """T and F of every head, a head ahead; dP, dq and dg."""
-    square, vs, dos, states, costates, rows, sums, signals = places
+    """P and K K^T of every item, T and F of every head; dP, dq and dg."""
+    wide, square, _, dos, states, _, rows, sums, signals = places
     A, G, chunks, dq, dg, items, NC, scale = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0])
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     later = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, FLAT))
     HV: gl.constexpr = H * GROUP
-    slot = SLOTS - 1
-    own = SLOTS
-    turn = 0
+    stage = 0
     head = 0
     third = 0  # head % 3
-    ahead = gl.program_id(0)
-    at = ((ahead % H) * GROUP).to(gl.int64) * NC + ahead // H
-    rows.index(0).store(gl.load(G + at * CHUNK + gl.arange(0, CHUNK, layout=LINE)))
-    A_low, A_high = halves_of_A(A + at * (CHUNK * CHUNK), HALF)
-    mbarrier.wait(signals.index(SCORED), 0)
-    T_low, F_low = decayed(A_low, rows.index(0), vs.index(0), dos.index(0), scale, HALF, 0)
-    T_high, F_high = decayed(A_high, rows.index(0), vs.index(0), dos.index(0), scale, HALF, 1)
-    put_halves(square.index(OF_T), T_low, T_high)
-    put_halves(square.index(OF_F), F_low, F_high)
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(signals.index(DECAYED), count=1)
+    turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         c = item // H
         h = item % H
         token = gl.load(chunks + 2 * c)
         held = gl.load(chunks + 2 * c + 1)
         first = (h * GROUP).to(gl.int64) * NC + c
-        more = item + gl.num_programs(0) < items
-        ahead = gl.where(more, item + gl.num_programs(0), item)
-        after = ((ahead % H) * GROUP).to(gl.int64) * NC + ahead // H
-        own = following_slot(slot, own)
-        slot = own
+        here = in_place(turn)
+        q = wide.index(OF_Q + here)
+        k = wide.index(OF_K + here)
+        A_low, A_high = halves_of_A(A + first * (CHUNK * CHUNK), HALF)
+        rows.index(third).store(gl.load(G + first * CHUNK + late(gl.arange(0, CHUNK, layout=LINE))))
+        mbarrier.wait(signals.index(ITEM_FULL), turn & 1)
+        if held < CHUNK:
+            clear_behind(q, held)
+            clear_behind(k, held)
+            fence_async_shared()
+            barrier()
+        zero = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
+        P = warpgroup_mma(q, k.permute((1, 0)), zero, is_async=True)
+        KK = warpgroup_mma(k, k.permute((1, 0)), zero, is_async=True)
+        P, KK = warpgroup_mma_wait(0, deps=[P, KK])
+        square.index(OF_P + here).store(gl.where(lower(square.index(ONES + here), ACC), P, KK).to(gl.bfloat16))
+        barrier()
+        mbarrier.arrive(signals.index(SCORED), count=1)
+        p = square.index(OF_P + here)
+        before = square.index(ONES + here)
+        T_low, F_low = decayed(A_low, rows.index(third), p, before, scale, HALF, 0)
+        T_high, F_high = decayed(A_high, rows.index(third), p, before, scale, HALF, 1)
+        put(wide.index(OF_TF + here), T_low, T_high, F_low, F_high, signals.index(DECAYED))
         out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
         for e in range(GROUP + in_place(item)):  # Triton 3.6 cannot compile a loop of one round
             here = in_place(head)
-            this = first + e * NC
-            last = e + 1 == GROUP
-            at = gl.where(last, after, this + NC)
+            at = first + gl.minimum(e + 1, GROUP - 1) * NC
             A_low, A_high = halves_of_A(A + at * (CHUNK * CHUNK), HALF)
             G_line = gl.load(G + at * CHUNK + late(gl.arange(0, CHUNK, layout=LINE)))
             dP = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             for panel in gl.static_range(2):
-                slot = following_slot(slot, own)
-                do = dos.index(slot)
-                if panel == 1:  # noqa: SIM102  known when the kernel is compiled, and the other is not
-                    if more | (e + 1 < GROUP):
-                        G_ahead = rows.index(gl.where(third == 2, 0, third + 1))
-                        G_ahead.store(G_line)
-                        barrier()
-                        if last:
-                            mbarrier.wait(signals.index(SCORED), (turn & 1) ^ 1)
-                        at_item = gl.where(last, following_slot(slot, own), own)
-                        p = vs.index(at_item)
-                        before = dos.index(at_item)
-                        T_low, F_low = decayed(A_low, G_ahead, p, before, scale, HALF, 0)
-                        T_high, F_high = decayed(A_high, G_ahead, p, before, scale, HALF, 1)
-                        mbarrier.wait(signals.index(MADE + 1), head & 1)
-                        put_halves(square.index(OF_T + here), T_low, T_high)
-                        put_halves(square.index(OF_F + here), F_low, F_high)
-                        fence_async_shared()
-                        barrier()
-                        mbarrier.arrive(signals.index(DECAYED), count=1)
-                mbarrier.wait(signals.index(MADE + panel), head & 1)
+                do = dos.index(stage)
                 if panel == 0:
+                    mbarrier.wait(signals.index(MADE), head & 1)
                     read = exp2(rows.index(third).load(gl.SliceLayout(1, LEFT))) * scale
+                else:
+                    if e + 1 < GROUP:  # T and F of the next head, ready when those of this one are free
+                        ahead = rows.index(gl.where(third == 2, 0, third + 1))
+                        ahead.store(G_line)
+                        barrier()
+                        p = square.index(OF_P + here)
+                        before = square.index(ONES + here)
+                        T_low, F_low = decayed(A_low, ahead, p, before, scale, HALF, 0)
+                        T_high, F_high = decayed(A_high, ahead, p, before, scale, HALF, 1)
+                        mbarrier.wait(signals.index(MADE + 1), head & 1)
+                        put(wide.index(OF_TF + here), T_low, T_high, F_low, F_high, signals.index(DECAYED))
+                    mbarrier.wait(signals.index(MADE + 1), head & 1)
                 lessened = scaled(do.load(LEFT), read[:, None])
-                dP = warpgroup_mma(do, square.index(here + panel).permute((1, 0)), dP, is_async=True)
-                out = warpgroup_mma(lessened, states.index(slot), out, is_async=True)
+                dP = warpgroup_mma(do, square.index(OF_U + here + panel).permute((1, 0)), dP, is_async=True)
+                out = warpgroup_mma(lessened, states.index(stage), out, is_async=True)
                 dP, out, lessened = warpgroup_mma_wait(0, deps=[dP, out, lessened])
-                barrier()
-                mbarrier.arrive(signals.index(FREE + slot), count=1)
                 if panel == 1:
-                    p = vs.index(own + here)
-                    before = dos.index(own + here)
                     E = decay_ratios(rows.index(third), ACC) * scale
-                    dP = gl.where(lower(before, ACC), dP * E, 0.0)
+                    dP = gl.where(lower(square.index(ONES + here), ACC), dP * E, 0.0)
                     barrier()  # every warp has read dO
                     do.store(dP.to(gl.bfloat16))
                     fence_async_shared()
                     barrier()
                     mbarrier.arrive(signals.index(DP_MADE), count=1)
-                    M = dP * p.load(ACC).to(gl.float32)
-                    out = warpgroup_mma(do, costates.index(own + here), out, is_async=True)
-                    M = sums_before(M, before, ACC)
+                    M = dP * square.index(OF_P + here).load(ACC).to(gl.float32)
+                    out = warpgroup_mma(do, wide.index(OF_K + here), out, is_async=True)
+                    M = sums_before(M, square.index(ONES + here), ACC)
                     out = warpgroup_mma_wait(0, deps=[out])
                     of_token = rows.index(READ).load(gl.SliceLayout(1, ACC))
                     kappa = rows.index(KAPPA).load(gl.SliceLayout(1, ACC))
-                    M = gl.where(lower(before, ACC), M + of_token[:, None], kappa[:, None])
+                    M = gl.where(lower(square.index(ONES + here), ACC), M + of_token[:, None], kappa[:, None])
                     by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
                 barrier()
                 mbarrier.arrive(signals.index(USED + panel), count=1)
-                mbarrier.arrive(signals.index(EMPTY + slot), count=1)
+                mbarrier.arrive(signals.index(EMPTY + stage), count=1)
+                stage = stage + 1
+                stage = gl.where(stage == STAGES, 0, stage)
             mbarrier.wait(signals.index(SUMMED), head & 1)
             sums.store(sums.load(by_warp.type.layout) + by_warp)
             barrier()
             total = gl.sum(sums.load(FLAT), 0)
             index = late(later)
-            to = (token + index).to(gl.int64) * HV + h * GROUP + e
-            gl.store(dg + to, total, mask=index < held)
+            at = (token + index).to(gl.int64) * HV + h * GROUP + e
+            gl.store(dg + at, total, mask=index < held)
             head = head + 1
             third = gl.where(third == 2, 0, third + 1)
-        mbarrier.arrive(signals.index(FREE + own), count=1)
-        mbarrier.arrive(signals.index(EMPTY + own), count=1)
-        store_rows(dq + (token.to(gl.int64) * H + h) * HEAD_DIM, out.to(gl.bfloat16), held, H * HEAD_DIM, OUT)
+        mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
+        store_rows(
+            dq + (token.to(gl.int64) * H + h) * HEAD_DIM, by_rows(wide.index(OF_TF + here), out, WIDE), held,
+            H * HEAD_DIM, WIDE,
+        )  # fmt: skip
+        barrier()  # before T and F are written there
         turn = turn + 1
 
 
 @gluon.jit
 def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
     """Y, dk and dbeta, and the share of Y in dg."""
-    square, vs, dos, states, costates, rows, sums, signals = places
+    wide, square, vs, dos, states, costates, rows, sums, signals = places
     G, beta, chunks, dk, dbeta, items, NC = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     HV: gl.constexpr = H * GROUP
-    slot = SLOTS - 1
-    own = SLOTS
-    phases = 0
+    stage = 0
+    phase = 0
     head = 0
     third = 0  # head % 3
+    turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         c = item // H
         h = item % H
         token = gl.load(chunks + 2 * c)
         held = gl.load(chunks + 2 * c + 1)
-        own = following_slot(slot, own)
-        slot = own
-        phases = phases ^ (1 << own)
+        mbarrier.wait(signals.index(SCORED), turn & 1)
         out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
         for e in range(GROUP + in_place(item)):  # Triton 3.6 cannot compile a loop of one round
             here = in_place(head)
-            k = costates.index(own + here)
-            p = vs.index(own + here)
-            before = dos.index(own + here)
+            k = wide.index(OF_K + here)
             hv = h * GROUP + e
             decay = rows.index(third)
             end = decay.slice(CHUNK - 1, 1, 0)
             passed = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, TILE))
             Y = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             for panel in gl.static_range(2):
-                slot = following_slot(slot, own)
-                v = vs.index(slot)
-                u = square.index(here + panel)
-                mbarrier.wait(signals.index(FULL + slot), (phases >> slot) & 1)
-                phases = phases ^ (1 << slot)
-                passed = passed + row_products(states.index(slot), costates.index(slot), TILE)
+                v = vs.index(stage)
+                u = square.index(OF_U + here + panel)
+                mbarrier.wait(signals.index(FULL + stage), phase)
+                passed = passed + row_products(states.index(stage), costates.index(stage), TILE)
                 mbarrier.wait(signals.index(MADE + panel), head & 1)
                 if panel == 0:
                     G_left = decay.load(gl.SliceLayout(1, LEFT))
@@ -484,46 +459,54 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
                     given_on = exp2(end.load(gl.SliceLayout(1, LEFT)) - G_left)
                 dr = scaled(v.load(LEFT), taken[:, None])
                 Y = warpgroup_mma(v, u.permute((1, 0)), Y, is_async=True)
-                out = warpgroup_mma(dr, states.index(slot), out, is_async=True)
+                out = warpgroup_mma(dr, states.index(stage), out, is_async=True)
                 Y, out, dr = warpgroup_mma_wait(0, deps=[Y, out, dr])
                 written = scaled(u.load(LEFT), given_on[:, None])
-                out = warpgroup_mma(written, costates.index(slot), out, is_async=True)
+                out = warpgroup_mma(written, costates.index(stage), out, is_async=True)
                 out, written = warpgroup_mma_wait(0, deps=[out, written])
-                barrier()
-                mbarrier.arrive(signals.index(FREE + slot), count=1)
                 if panel == 1:
                     E = decay_ratios(decay, ACC)
-                    Y = gl.where(strictly_lower(before, ACC), -Y * E, 0.0)
+                    Y = gl.where(strictly_lower(square.index(ONES + here), ACC), -Y * E, 0.0)
                     barrier()  # every warp has read dR
                     v.store(Y.to(gl.bfloat16))
                     fence_async_shared()
                     barrier()
-                    M = Y * p.permute((1, 0)).load(ACC).to(gl.float32)
+                    M = Y * square.index(OF_P + here).permute((1, 0)).load(ACC).to(gl.float32)
                     error = gl.sum(M, 1) + rows.index(ERROR).load(gl.SliceLayout(1, ACC))
                     index = late(row)
                     at = (token + index).to(gl.int64) * HV + hv
                     strength = gl.load(beta + at, mask=index < held, other=1.0).to(gl.float32)
                     gl.store(dbeta + at, error / away_from_zero(strength), mask=index < held)
-                    M = sums_before(M, before, ACC)
-                    M = gl.where(lower(before, ACC), M, 0.0)
+                    M = sums_before(M, square.index(ONES + here), ACC)
+                    M = gl.where(lower(square.index(ONES + here), ACC), M, 0.0)
                     passed = passed * (exp2(end.load(gl.SliceLayout(1, TILE))) / 4)  # four warps have it
                     by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1) + gl.sum(passed, 0)
                     mbarrier.wait(signals.index(DP_MADE), head & 1)
                     sums.store(by_warp)
                     out = warpgroup_mma(v, k, out, is_async=True)
                     out = warpgroup_mma(v.permute((1, 0)), k, out, is_async=True)
-                    out = warpgroup_mma(dos.index(slot).permute((1, 0)), states.index(own + here), out, is_async=True)
+                    out = warpgroup_mma(dos.index(stage).permute((1, 0)), wide.index(OF_Q + here), out, is_async=True)
                     out = warpgroup_mma_wait(0, deps=[out])
                 barrier()
                 if panel == 1:
                     mbarrier.arrive(signals.index(SUMMED), count=1)
                 mbarrier.arrive(signals.index(USED + panel), count=1)
-                mbarrier.arrive(signals.index(EMPTY + slot), count=1)
+                if e + panel < GROUP:  # of the last unit dk goes out by way of D's place
+                    mbarrier.arrive(signals.index(EMPTY + stage), count=1)
+                    stage = stage + 1
+                    phase = gl.where(stage == STAGES, phase ^ 1, phase)
+                    stage = gl.where(stage == STAGES, 0, stage)
             head = head + 1
             third = gl.where(third == 2, 0, third + 1)
-        mbarrier.arrive(signals.index(FREE + own), count=1)
-        mbarrier.arrive(signals.index(EMPTY + own), count=1)
-        store_rows(dk + (token.to(gl.int64) * H + h) * HEAD_DIM, out.to(gl.bfloat16), held, H * HEAD_DIM, OUT)
+        mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
+        out = by_rows(costates.index(stage), out, WIDE)
+        barrier()
+        mbarrier.arrive(signals.index(EMPTY + stage), count=1)
+        stage = stage + 1
+        phase = gl.where(stage == STAGES, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES, 0, stage)
+        store_rows(dk + (token.to(gl.int64) * H + h) * HEAD_DIM, out, held, H * HEAD_DIM, WIDE)
+        turn = turn + 1
 
 
 def gradients(
