@@ -425,7 +425,7 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [0, 1])  # eight lanes by eight rows: no bank twice
     HV: gl.constexpr = H * GROUP
     stage = 0
     phase = 0
