@@ -1,6 +1,5 @@
 """Checkpoints of every kind around the operation: the same bits, the stages run as often as said, nothing retained."""
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,9 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import deltaspan as ds
@@ -24,6 +20,7 @@ from tests.op.checkpoints import (
     PLAN,
     REGIONS,
     WRAPS,
+    Watch,
     convolution_and_rule,
     copied,
     drawn,
@@ -262,30 +259,6 @@ def test_another_torch_replays(rng: torch.Generator, monkeypatch: pytest.MonkeyP
     with counted(monkeypatch) as runs:
         assert same(step(once(use_reentrant=False)(rule_last(pack, ctx)), pack), expected)
     assert runs == {"prep": 6, "walk": 2, "walk with output": 4}
-
-
-class Watch(TorchDispatchMode):
-    """Weak references to all memory that is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: dict[StorageWeakRef, int] = {}
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        results = operator(*args, **(kwargs or {}))
-        storages = [
-            {
-                StorageWeakRef(s): s.nbytes()
-                for s in (x.untyped_storage() for x in tree_leaves(t) if isinstance(x, Tensor))
-            }
-            for t in (results, args)
-        ]
-        self.asked |= {storage: size for storage, size in storages[0].items() if storage not in storages[1]}
-        return results
-
-    def alive(self) -> int:
-        gc.collect()
-        return sum(size for storage, size in self.asked.items() if not storage.expired())
 
 
 @pytest.mark.parametrize("plan", [{"p_rule": "one"}, PLAN], ids=["whole", "cut"])
