@@ -175,6 +175,19 @@ def _conv(kind: str, D: int, W: int, registers: int, instructions: int, reason: 
     )
 
 
+def _unit(*, gradient: bool, instructions: int) -> Case:
+    return Case(
+        kernel="deltaspan.kernels.hopper.unit:unit_kernel",
+        arguments=dict.fromkeys(("x", "dy", "y"), "*bf16") | dict.fromkeys(("rows", "eighths"), "i32"),
+        constants={"H": 16, "ROWS": 32, "GRADIENT": gradient},
+        num_warps=4,
+        registers=64,
+        shared=0,
+        instructions=instructions,
+        reason="eight programs a multiprocessor, 8 KB of rows each under way: 64 KB",
+    )
+
+
 CHAIN_ARGUMENTS = """maps offsets members starts wanted out_maps out_offsets map_row map_head offset_row offset_head"""
 
 CASES = {
@@ -220,6 +233,8 @@ CASES = {
     "convolution, rows at any pitch": _conv(
         "bf16", 301, 4, 160, 1750, "12 warps a multiprocessor; loads of one number"
     ),
+    "rows of length 1": _unit(gradient=False, instructions=400),
+    "gradient of raw rows": _unit(gradient=True, instructions=600),
     "chain": _compose("chain_kernel", CHAIN_ARGUMENTS, 1200, HV=48, MAPS=True),
 }
 """Of each kernel the variants that differ in what they take."""

@@ -54,6 +54,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, tier: Any) -> Counter:
         def run(*args: Any, **what: Any) -> Any:
             written = [w for w in ("output", "states") if what.get(w, name == "forward" and w == "output")]
             runs[" ".join([name, *written])] += 1
+            runs["on halves"] += what.get("halves", False)
             return real(*args, **what)
 
         return run
@@ -98,6 +99,7 @@ def test_stages_are_run_as_often_as_said(
     region = rule(ctx, segments=3, **options)
     o = region(*x) if wrap is None else wrap(region, *x, use_reentrant=False)
     torch.autograd.grad(o, x, torch.randn_like(o))
+    del runs["on halves"]
     assert runs == AROUND | BACK | expected
 
 
@@ -121,7 +123,7 @@ def test_any_slabs_give_the_same_bits(
 ) -> None:  # fmt: skip
     """Also where a slab's programs are so few that they walk on halves of V."""
     tier = select.tier("hopper")
-    ctx = ds.build_context(ds.partition([0, 66], 1), device=hopper)
+    ctx = ds.build_context(ds.partition([0, 66], 1), device=hopper, sm_count=1)
     x = [*operands(rng, 66, H, 2 * H, hopper), leaf(torch.randn(1, 2 * H, 128, 128, generator=rng).to(hopper))]
     o = ds.chunk_gated_delta_rule(*x[:5], ctx, initial_state=x[5], backend="hopper")[0]
     do = torch.randn(o.shape, generator=rng).to(o)
@@ -133,6 +135,7 @@ def test_any_slabs_give_the_same_bits(
             runs = counted(patched, tier)
             found.append(torch.autograd.grad(o, x, do, retain_graph=True))
         assert runs["of_chunks"] == runs["walked_back states"] == (1 if most_slabs == 1 else slabs)
+        assert runs["on halves"] == (2 * slabs if there == 1000 else 0)
     assert all(map(same_bits, *found))
 
 

@@ -1,7 +1,7 @@
 """The stages on sm_90, as `kernels/stages.py` names them.
 
-The backward of the convolution is the torch tier's, and so is what leads from the gradients of ready operands to those
-of raw ones.
+The backward of the convolution is the torch tier's, and so is what leads from the gradients of ready g and beta to
+those of raw ones.
 
 The states of all chunks and their adjoints are 1 KB a token and value head, more than all else together. So they are
 neither kept nor there as a whole: a backward makes both for a slab of heads, forms the slab's gradients, and goes on to
@@ -22,6 +22,7 @@ from deltaspan.kernels.hopper.gradients import gradients as of_chunks
 from deltaspan.kernels.hopper.prep import Prepared
 from deltaspan.kernels.hopper.prep import prep as prepared
 from deltaspan.kernels.hopper.transfer import transfer as transferred
+from deltaspan.kernels.hopper.unit import to_raw_gradient, unit
 from deltaspan.kernels.stages import READY, Grid, Raw, Runs
 from deltaspan.kernels.torch.conv import activation_gradient, conv_gradients, preactivation
 from deltaspan.kernels.torch.inputs import raw_gradients, ready
@@ -138,8 +139,7 @@ def adjoint_prep(tape: Tape, do: Tensor) -> Adjoint:
     of the backward and the gradients take them so."""
     made_ready, raw = tape, tape.raw
     if raw.l2norm:
-        q, k, _, _ = ready(tape.q, tape.k, tape.g, tape.beta, Raw(l2norm=True), STATE)
-        operands = q.bfloat16(), k.bfloat16(), tape.v, tape.g, tape.beta
+        operands = unit(tape.q), unit(tape.k), tape.v, tape.g, tape.beta
         made_ready = prep(*operands, tape.grid, scale=tape.scale, unit_keys=True, raw=raw._replace(l2norm=False))
     _, _, _, beta = ready(
         *made_ready[:2], tape.g, tape.beta, Raw(sigmoid=raw.sigmoid, largest_beta=raw.largest_beta), STATE
@@ -185,9 +185,11 @@ def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) ->
     for x in (dq, dk, dv, dg, dbeta):
         x[t.grid.tokens :] = 0
     if raw.l2norm:
-        dq, dk = dq.float(), dk.float()
-    dq, dk, *dgates = raw_gradients(adjoint.given, raw, dq, dk, dg, dbeta, t.grid.tokens)
-    return entering, dq.bfloat16(), dk.bfloat16(), dv, *dgates
+        for x, dx in zip(adjoint.given[:2], (dq, dk), strict=True):
+            to_raw_gradient(x[: t.grid.tokens], dx[: t.grid.tokens])
+    given = adjoint.given, raw._replace(l2norm=False), dq, dk, dg, dbeta, t.grid.tokens
+    dq, dk, *dgates = raw_gradients(*given)
+    return entering, dq, dk, dv, *dgates
 
 
 def keep(tape: Tape, states: Entered) -> tuple[Tensor, ...]:
