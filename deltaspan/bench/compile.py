@@ -214,11 +214,9 @@ CASES = {
     ),
     "raw exit states alone": _forward(16, 3, output=False, exits=True, instructions=2300, l2norm=True),
     "states of chunks": _forward(16, 3, output=False, exits=False, instructions=1900, states=True),
-    "states of chunks with exit states": _forward(16, 3, output=False, exits=True, instructions=2100, states=True),
     "states of chunks on halves of V": _forward(
         16, 3, output=False, exits=False, instructions=1300, halves=True, states=True
     ),
-    "raw states of chunks": _forward(16, 3, output=False, exits=False, instructions=1950, l2norm=True, states=True),
     "gradients, 16 key heads x 3": _gradients(16, 3),
     "gradients, 2 key heads x 4": _gradients(2, 4),
     "transfer, 16 key heads x 3": _transfer(16, 3),

@@ -215,8 +215,9 @@ def kept_bytes(chunks: int, *, H: int, HV: int, K: int, V: int, state_size: int,
 
 def _slabs(H: int, programs: int, multiprocessors: int) -> int:
     """Through how many slabs of key heads a backward goes: at least two where there are as many heads, or the states
-    and adjoints of all would stand beside all gradients."""
-    return min(H, MOST_SLABS, max(2, programs // (WAVES * multiprocessors)))
+    and adjoints of all would stand beside all gradients. Equal ones if possible, for which kernels are the same."""
+    most = min(H, MOST_SLABS, max(2, programs // (WAVES * multiprocessors)))
+    return next((n for n in range(most, 1, -1) if H % n == 0), most)
 
 
 def _of_heads(adjoint: Adjoint, keys: slice, values: slice) -> Adjoint:
