@@ -175,6 +175,19 @@ def _conv(kind: str, D: int, W: int, registers: int, instructions: int, reason: 
     )
 
 
+def _unit(*, gradient: bool, instructions: int) -> Case:
+    return Case(
+        kernel="deltaspan.kernels.hopper.unit:unit_kernel",
+        arguments=dict.fromkeys(("x", "dy", "y"), "*bf16") | dict.fromkeys(("rows", "eighths"), "i32"),
+        constants={"H": 16, "ROWS": 32, "GRADIENT": gradient},
+        num_warps=4,
+        registers=64,
+        shared=0,
+        instructions=instructions,
+        reason="eight programs a multiprocessor, 8 KB of rows each under way: 64 KB",
+    )
+
+
 CHAIN_ARGUMENTS = """maps offsets members starts wanted out_maps out_offsets map_row map_head offset_row offset_head"""
 
 CASES = {
@@ -201,11 +214,9 @@ CASES = {
     ),
     "raw exit states alone": _forward(16, 3, output=False, exits=True, instructions=2300, l2norm=True),
     "states of chunks": _forward(16, 3, output=False, exits=False, instructions=1900, states=True),
-    "states of chunks with exit states": _forward(16, 3, output=False, exits=True, instructions=2100, states=True),
     "states of chunks on halves of V": _forward(
         16, 3, output=False, exits=False, instructions=1300, halves=True, states=True
     ),
-    "raw states of chunks": _forward(16, 3, output=False, exits=False, instructions=1950, l2norm=True, states=True),
     "gradients, 16 key heads x 3": _gradients(16, 3),
     "gradients, 2 key heads x 4": _gradients(2, 4),
     "transfer, 16 key heads x 3": _transfer(16, 3),
@@ -220,6 +231,8 @@ CASES = {
     "convolution, rows at any pitch": _conv(
         "bf16", 301, 4, 160, 1750, "12 warps a multiprocessor; loads of one number"
     ),
+    "rows of length 1": _unit(gradient=False, instructions=400),
+    "gradient of raw rows": _unit(gradient=True, instructions=600),
     "chain": _compose("chain_kernel", CHAIN_ARGUMENTS, 1200, HV=48, MAPS=True),
 }
 """Of each kernel the variants that differ in what they take."""

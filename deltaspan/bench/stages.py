@@ -106,9 +106,9 @@ class Problem:
         every = self.cut.every._replace(halves=False)
         return self.tier.exit_states(self.tape, every, self.states)
 
-    def chunk_states(self) -> tuple:
+    def chunk_states(self) -> Tensor:
         """Of every chunk, as a backward wants them."""
-        return self.tier.walk(self.tape, self.cut.every, self.states, output=False, exits=False)[2]
+        return self.tier.chunk_states(self.tape, self.cut.every, self.states)
 
     def gradients(self) -> tuple[Tensor, ...]:
         return self.tier.gradients(self.adjoint, *self.walked)
@@ -169,7 +169,7 @@ class Problem:
             "adjoint walk": of_state(self.walk_back(False), entering),
             "adjoint walk on halves": of_state(self.walk_back(True), entering),
             "entry adjoints": of_state(self.entry_adjoints(), entering),
-            "states of chunks": relative(self.chunk_states().state[last, :group].mT, before[0].detach()),
+            "states of chunks": relative(self.chunk_states()[last, :group].mT, before[0].detach()),
             "gradients": max(
                 relative(found[begin:end, :group], true[0])
                 for found, true in zip(self.gradients()[2:4], (dv, dg), strict=True)

@@ -26,8 +26,7 @@ def is_supported(device: torch.device | str) -> bool:
 def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu", **call: Any) -> str:
     """The tier that serves `backend` on `device`.
 
-    call: of a call, what tiers tell apart: dtype, K, V, `group`, the value heads of a key head, scale, unit_keys and
-        save_mode.
+    call: of a call, what tiers tell apart: dtype, K, V, `group`, the value heads of a key head, scale and unit_keys.
 
     Raises:
         TypeError: a keyword that no call has, or a device that is none.
@@ -110,7 +109,7 @@ def tier(name: str) -> ModuleType:
 
 def _beyond_hopper(
     device: torch.device, *, dtype: torch.dtype = torch.bfloat16, K: int = 128, V: int = 128, group: int = 1,
-    scale: float | None = None, unit_keys: bool = True, save_mode: str = "light",
+    scale: float | None = None, unit_keys: bool = True,
 ) -> str | None:  # fmt: skip
     """Why the Hopper tier does not serve a call, None if it does."""
     if reason := _not_on(device):
@@ -123,8 +122,6 @@ def _beyond_hopper(
         return f"serves scales above zero, not {scale}"
     if not unit_keys:
         return "serves unit_keys=True alone"
-    if save_mode != "light":
-        return f"does not serve save_mode={save_mode!r} yet"
     return _without_triton()
 
 

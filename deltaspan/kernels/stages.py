@@ -1,8 +1,7 @@
 """The stages of a tier, with their shapes, and the tables they are given.
 
-A tier is a module with these names; one that keeps nothing lacks `restore`. T: a rank's tokens; NC: its chunks; S: its
-segments, in local order; n: those of them in question. State S and its adjoint D are [K, V]; states are FP32, or FP64
-where the operands are.
+A tier is a module with these names. T: a rank's tokens; NC: its chunks; S: its segments, in local order; n: those of
+them in question. State S and its adjoint D are [K, V]; states are FP32, or FP64 where the operands are.
 
     tape = prep(q, k, v, g, beta, grid, scale=, unit_keys=, raw=)
         q, k [T, H, K]   v [T, HV, V]   g, beta [T, HV]        what does not depend on the state, per chunk
@@ -10,20 +9,18 @@ where the operands are.
         entry [S, HV, K, V] -> M [n, HV, K, K], b [n, HV, K, V]     exit state = M (state added to entry) + b
     M = transfer(tape, runs)                                        the same M alone
     o, exit, states = walk(tape, runs, entry, output=, exits=)
-        entry [S, HV, K, V] -> o [T, HV, V] or None, exit like entry (if anybody reads them); states: for gradients()
+        entry [S, HV, K, V] -> o [T, HV, V] or None, exit like entry (if anybody reads them); states: for pull_back()
     adjoint = adjoint_prep(tape, do)
         do [T, HV, V]
     d = adjoint_summary(adjoint, runs, leaving)
         leaving [S, HV, K, V], the adjoint of the exit state -> d [n, HV, K, V], the adjoint of the entry state
-    entering, costates = adjoint_walk(adjoint, runs, leaving)
-        leaving [S, HV, K, V] -> entering like it; costates: for gradients()
-    dq, dk, dv, dg, dbeta, dA_log, ddt_bias = gradients(adjoint, states, costates)
-        like the operands; the last two [HV], None where there is no such
+    entering, dq, dk, dv, dg, dbeta, dA_log, ddt_bias = pull_back(adjoint, runs, states, leaving)
+        leaving [S, HV, K, V] -> entering like it; gradients like the operands, the last two [HV], None for no such
 
     KEPT_TENSORS = len(keep(tape, states))
     tensors = keep(tape, states)                    what the adjoint stages read of both, beside operands and tables
-    tape, states = restore(tensors, q, k, v, g, beta, grid, scale=, raw=)
-    bytes = kept_bytes(chunks, HV=, K=, V=, state_size=)
+    tape, states = restore(tensors, q, k, v, g, beta, grid, scale=, raw=)      None for states that are walked again
+    bytes = kept_bytes(chunks, H=, HV=, K=, V=, state_size=, l2norm=)
 
     merge(M, X, b) = M X + b, for states [..., K, V]
     composed = chain(M, b, chains, maps=)           maps and offsets along plan.Chains, as exchange.Affine says

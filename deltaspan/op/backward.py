@@ -47,12 +47,13 @@ def backward_program(
         operands = x.q, x.k, x.v, x.g, x.beta
         tape, states = tier.restore(saved.tape, *operands, view.grid, scale=scale(x, options), raw=raw(x, options))
     else:
-        tape = prepare(tier, view, x, options)
+        tape, states = prepare(tier, view, x, options), None
+    if states is None:
         if saved is None:
             entry, saved = yield from enter(tier, ctx, view, cut, x, options, tape)
         else:
             entry = entry_states(cut, x, saved)
-        _, _, states = tier.walk(tape, cut.every, entry, output=False)
+        _, _, states = tier.walk(tape, cut.every, entry, output=False, exits=False)
         del entry
 
     maps, whole, kept = _transfers(tier, cut, tape, saved)
@@ -68,8 +69,7 @@ def backward_program(
     del sent
     leaving[cut.left_slots] = spread(tier, cut.backward, folded, arrived)
     del folded, arrived
-    entering, costates = tier.adjoint_walk(adjoint, cut.every, leaving)
-    dq, dk, dv, dg, dbeta, *dgate = tier.gradients(adjoint, states, costates)
+    entering, dq, dk, dv, dg, dbeta, *dgate = tier.pull_back(adjoint, cut.every, states, leaving)
     dinitial = initial_gradient(view, cut, x, entering, dfinal_state)
     return Gradients(*into_one_row(x, dq, dk, dv), dg, dbeta, dinitial, *dgate)
 

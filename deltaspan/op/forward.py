@@ -89,5 +89,5 @@ def common(x: Operands, options: Options) -> str:
 def stages(ctx: Context, x: Operands, options: Options) -> Any:
     """The tier that serves the call. Raises ValueError if the one that is asked for does not."""
     call = {"dtype": x.q.dtype, "K": x.k.shape[2], "V": x.v.shape[2], "unit_keys": options.unit_keys}
-    call |= {"group": x.v.shape[1] // x.k.shape[1], "scale": options.scale, "save_mode": options.save_mode}
+    call |= {"group": x.v.shape[1] // x.k.shape[1], "scale": options.scale}
     return select.tier(select.chosen_backend(options.backend, device=ctx.device, **call))

@@ -13,7 +13,7 @@ from deltaspan.op.forward import forward_program, stages
 from deltaspan.op.keeping import Keeping
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
-from deltaspan.op.recompute import RULE, RecomputeHandle, Region, check_handle, surrounding, taken
+from deltaspan.op.recompute import RULE, RecomputeHandle, Region, check_handle, surrounding, taken, unread
 from deltaspan.op.saved import check_saved
 from deltaspan.op.together import anchor, any_state_crosses
 
@@ -147,7 +147,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         fn.templates = [f.saved.with_tensors((), ()) for f in done]
         fn.save_for_backward(*flat, *keeping.tensors(options, done))
         fn.set_materialize_grads(False)
-        outputs = [torch.full_like(x.v, torch.nan) if f.o is None else f.o for f, x in zip(done, ranks, strict=True)]
+        outputs = [unread(x.v) if f.o is None else f.o for f, x in zip(done, ranks, strict=True)]
         return *outputs, *(f.final_state for f in done if f.final_state is not None)
 
     @staticmethod

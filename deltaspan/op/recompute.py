@@ -103,6 +103,11 @@ def places(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(t.new_empty(()).expand(t.shape) for t in tensors)
 
 
+def unread(like: Tensor) -> Tensor:
+    """In the place of an output that nobody reads: NaN, which takes no memory either."""
+    return like.new_full((), torch.nan).expand(like.shape)
+
+
 def mark(filled: bool) -> Tensor:
     """Travels beside such tensors to say whether they are filled: on the CPU, so that reading it waits for nothing."""
     return torch.tensor(filled, device="cpu")

@@ -52,6 +52,7 @@ def saved_bytes(
     save_mode: str = "light",
     boundary_mode: str = "saved",
     save_transfer: bool = True,
+    use_qk_l2norm_in_kernel: bool = False,
     backend: str = "auto",
 ) -> int | list[int]:
     """Bytes that this rank keeps from a layer's forward to its backward, beyond the operands.
@@ -62,10 +63,10 @@ def saved_bytes(
     _check(ctx, H, HV, K, V, dtype)
     options = Options(
         exchange=exchange, segments=segments, save_mode=save_mode, boundary_mode=boundary_mode,
-        save_transfer=save_transfer, backend=backend,
+        save_transfer=save_transfer, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, backend=backend,
     )  # fmt: skip
     check_segments(segments, ctx.part)
-    call = {"dtype": dtype, "K": K, "V": V, "group": HV // H, "save_mode": save_mode}
+    call = {"dtype": dtype, "K": K, "V": V, "group": HV // H}
     backend = select.chosen_backend(backend, device=ctx.device, **call)
     heads = {"HV": HV, "K": K, "V": V, "state_size": _state_size(dtype)}
 
@@ -75,7 +76,7 @@ def saved_bytes(
         cut = ctx._segments(view.rank, HV, segments)
         states = retained_bytes(ctx.part, view.rank, segments=cut, transfers=save_transfer, exchange=exchange, **heads)
         chunks = len(view.grid.start) if save_mode == "full" else 0
-        return states + select.tier(backend).kept_bytes(chunks, **heads)
+        return states + select.tier(backend).kept_bytes(chunks, H=H, l2norm=use_qk_l2norm_in_kernel, **heads)
 
     return ctx._each(of_rank)
 

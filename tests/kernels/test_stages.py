@@ -127,7 +127,8 @@ def test_walk_without_output_walks_the_same_states(problem):
     _, exit_too, states_too = problem.walk()
     assert o is None
     assert torch.equal(exit, exit_too)
-    assert all(map(torch.equal, states or (), states_too or ()))
+    if not problem.hopper:  # which makes states of its own for the gradients
+        assert all(map(torch.equal, states, states_too))
 
 
 def test_summary_is_the_affine_map_of_a_walk(problem):
@@ -183,8 +184,8 @@ def run_backward(problem: Problem, final: Tensor) -> tuple[Tensor, tuple[Tensor,
     tape = problem.tape()
     _, _, states = problem.tier.walk(tape, problem.cut.every, problem.states, output=False)
     adjoint = problem.tier.adjoint_prep(tape, problem.do)
-    entering, costates = problem.tier.adjoint_walk(adjoint, problem.cut.every, final)
-    return entering, problem.tier.gradients(adjoint, states, costates)
+    entering, *found = problem.tier.pull_back(adjoint, problem.cut.every, states, final)
+    return entering, tuple(found)
 
 
 def strong(p: Problem) -> dict:

@@ -144,7 +144,6 @@ def test_strided_and_raw_operands(rng: torch.Generator) -> None:
         ({"scale": 0.0}, "scales above zero, not 0.0"),
         ({"scale": -1.0}, "scales above zero, not -1.0"),
         ({"HV": 9}, "up to 8 value heads to a key head, not 9"),
-        ({"save_mode": "full"}, "save_mode='full'"),
         ({"dtype": torch.float32}, "bf16 operands with K = V = 128, not torch.float32"),
         ({"K": 64}, "K=64 and V=64"),
     ],

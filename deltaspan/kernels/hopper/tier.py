@@ -1,7 +1,11 @@
 """The stages on sm_90, as `kernels/stages.py` names them.
 
-The backward of the convolution is the torch tier's, and so is what leads from the gradients of ready operands to those
-of raw ones. Of its stages nothing is kept: a backward runs `prep` and the walk over states again.
+The backward of the convolution is the torch tier's, and so is what leads from the gradients of ready g and beta to
+those of raw ones.
+
+The states of all chunks and their adjoints are 1 KB a token and value head, more than all else together. So they are
+neither kept nor there as a whole: a backward makes both for a slab of heads, forms the slab's gradients, and goes on to
+the next. What is kept, or handed on by a checkpoint's recompute, is what `prep` leaves.
 """
 
 from functools import lru_cache
@@ -18,9 +22,11 @@ from deltaspan.kernels.hopper.gradients import gradients as of_chunks
 from deltaspan.kernels.hopper.prep import Prepared
 from deltaspan.kernels.hopper.prep import prep as prepared
 from deltaspan.kernels.hopper.transfer import transfer as transferred
+from deltaspan.kernels.hopper.unit import to_raw_gradient, unit
 from deltaspan.kernels.stages import READY, Grid, Raw, Runs
 from deltaspan.kernels.torch.conv import activation_gradient, conv_gradients, preactivation
 from deltaspan.kernels.torch.inputs import raw_gradients, ready
+from deltaspan.plan import CHUNK
 
 __all__ = [
     "KEPT_TENSORS",
@@ -31,6 +37,7 @@ __all__ = [
     "adjoint_summary",
     "adjoint_walk",
     "chain",
+    "chunk_states",
     "conv_gradients",
     "convolve",
     "exit_states",
@@ -40,12 +47,16 @@ __all__ = [
     "merge",
     "preactivation",
     "prep",
+    "pull_back",
+    "restore",
     "summary",
     "transfer",
     "walk",
 ]
 
-KEPT_TENSORS = 0
+KEPT_TENSORS = 5
+MOST_SLABS = 4  # a fifth would save another 5 % of a step's peak
+WAVES = 2  # that the programs of a slab's walk fill at least, or its last ones leave too much of the device idle
 STATE = torch.float32  # the type of states, and of what is made ready
 
 
@@ -63,14 +74,15 @@ class Tape(NamedTuple):
     raw: Raw
 
 
-class States(NamedTuple):
-    """What the gradients read of a walk."""
+class Entered(NamedTuple):
+    """From what the backward walks: what it reads of the states is made there."""
 
-    state: Tensor  # S at every chunk's start [NC, HV, V, K] bf16
+    runs: Runs
+    entry: Tensor  # [S, HV, 128, 128] fp32
 
 
 class Adjoint(NamedTuple):
-    """A tape of ready q and k with the output's gradient."""
+    """A tape of ready q, k and beta with the output's gradient."""
 
     tape: Tape
     do: Tensor  # [T, HV, 128] bf16
@@ -84,8 +96,7 @@ def prep(
 ) -> Tape:  # fmt: skip
     """Prepares every chunk; q, k [T, H, 128], v [T, HV, 128] bf16, g and beta [T, HV], ready or raw."""
     assert unit_keys, "select refuses other keys"
-    q, k, v, g, beta = *(_by_rows(x) for x in (q, k, v)), g.contiguous(), beta.contiguous()
-    raw = raw._replace(**{name: x.contiguous() for name, x in raw._asdict().items() if isinstance(x, Tensor)})
+    (q, k, v, g, beta), raw = _as_read(q, k, v, g, beta, raw)
     made = prepared(k, g, beta, grid.table, q=q, raw=raw)
     return Tape(q, k, v, g, beta, made, grid, scale, raw)
 
@@ -107,25 +118,33 @@ def transfer(tape: Tape, runs: Runs) -> Tensor:
 
 def walk(
     tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True
-) -> tuple[Tensor | None, Tensor | None, States | None]:
-    """Walks every run from its true entry state: o [T, HV, 128], exit states like entry if anybody reads them. With
-    output there are no states for the gradients."""
-    o, exit, states = _walked(tape, runs, entry, output=output, states=not output, exits=exits)
+) -> tuple[Tensor | None, Tensor | None, Entered]:
+    """Walks every run from its true entry state as far as anybody reads what comes of it: o [T, HV, 128], exit states
+    like entry."""
+    o = exit = None
+    if output or exits:
+        o, exit, _ = _walked(tape, runs, entry, output=output, exits=exits)
     if o is not None:
         o[tape.grid.tokens :] = 0
-    return o, exit, None if states is None else States(states)
+    return o, exit, Entered(runs, entry)
+
+
+def chunk_states(tape: Tape, runs: Runs, entry: Tensor) -> Tensor:
+    """S at the start of every chunk [NC, HV, V, K] bf16."""
+    return _walked(tape, runs, entry, output=False, states=True, exits=False)[2]
 
 
 def adjoint_prep(tape: Tape, do: Tensor) -> Adjoint:
-    """Joins the output's gradient do [T, HV, 128] bf16 to a tape. Raw q and k are made ready, in bf16, since the walk
-    back and the gradients take them so."""
-    made_ready = tape
-    if tape.raw.l2norm:
-        q, k, _, _ = ready(tape.q, tape.k, tape.g, tape.beta, Raw(l2norm=True), STATE)
-        raw = tape.raw._replace(l2norm=False)
-        operands = q.bfloat16(), k.bfloat16(), tape.v, tape.g, tape.beta
-        made_ready = prep(*operands, tape.grid, scale=tape.scale, unit_keys=True, raw=raw)
-    return Adjoint(made_ready, _by_rows(do), (tape.q, tape.k, tape.v, tape.g, tape.beta), tape.raw)
+    """Joins the output's gradient do [T, HV, 128] bf16 to a tape. Raw q and k are made ready, in bf16, since the walks
+    of the backward and the gradients take them so."""
+    made_ready, raw = tape, tape.raw
+    if raw.l2norm:
+        operands = unit(tape.q), unit(tape.k), tape.v, tape.g, tape.beta
+        made_ready = prep(*operands, tape.grid, scale=tape.scale, unit_keys=True, raw=raw._replace(l2norm=False))
+    _, _, _, beta = ready(
+        *made_ready[:2], tape.g, tape.beta, Raw(sigmoid=raw.sigmoid, largest_beta=raw.largest_beta), STATE
+    )
+    return Adjoint(made_ready._replace(beta=beta), _by_rows(do), (tape.q, tape.k, tape.v, tape.g, tape.beta), raw)
 
 
 def adjoint_summary(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> Tensor:
@@ -141,28 +160,88 @@ def adjoint_walk(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> tuple[Tensor,
     return _walked_back(adjoint, runs, leaving, states=True)
 
 
-def gradients(adjoint: Adjoint, states: States, costates: Tensor) -> tuple[Tensor | None, ...]:
-    """dq, dk [T, H, 128], dv [T, HV, 128] bf16, dg, dbeta [T, HV] fp32, dA_log and ddt_bias [HV] fp32 or None, of the
-    operands as they were given."""
+def gradients(adjoint: Adjoint, states: Tensor, costates: Tensor) -> tuple[Tensor, ...]:
+    """dq, dk [T, H, 128], dv [T, HV, 128] bf16, dg, dbeta [T, HV] fp32 of the tape's operands, from S at every chunk's
+    start and D at its end."""
+    t = adjoint.tape
+    operands = t.q, t.k, t.v, t.beta, adjoint.do, t.made, states, costates, t.grid.table, t.scale
+    return of_chunks(*operands, programs=_multiprocessors(t.q.device))
+
+
+def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) -> tuple[Tensor | None, ...]:
+    """The adjoint of entry states [S, HV, 128, 128]; dq, dk [T, H, 128], dv [T, HV, 128] bf16, dg, dbeta [T, HV] fp32,
+    dA_log and ddt_bias [HV] fp32 or None, of the operands as they were given. By slabs of key heads, with the same bits
+    for any."""
     t, raw = adjoint.tape, adjoint.raw
-    _, _, _, beta = ready(t.q, t.k, t.g, t.beta, Raw(sigmoid=raw.sigmoid, largest_beta=raw.largest_beta), STATE)
-    operands = t.q, t.k, t.v, beta, adjoint.do, t.made, states.state, costates, t.grid.table, t.scale
-    found = of_chunks(*operands, programs=_multiprocessors(t.q.device))
-    for x in found:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (t.q, t.k, t.v))
+    entering, dg, dbeta = (leaving.new_empty(x.shape) for x in (leaving, t.beta, t.beta))
+    H, HV = t.q.shape[1], t.v.shape[1]
+    n = _slabs(H, len(runs.table) * HV, _multiprocessors(t.q.device))
+    for i in range(n):
+        keys = slice(i * H // n, (i + 1) * H // n)
+        values = slice(keys.start * (HV // H), keys.stop * (HV // H))
+        found = dq[:, keys], dk[:, keys], *(x[:, values] for x in (dv, dg, dbeta, entering))
+        _pull_back(_of_heads(adjoint, keys, values), runs, states.entry[:, values], leaving[:, values], found)
+    for x in (dq, dk, dv, dg, dbeta):
         x[t.grid.tokens :] = 0
-    dq, dk, dv, dg, dbeta = found
     if raw.l2norm:
-        dq, dk = dq.float(), dk.float()
-    dq, dk, *dgates = raw_gradients(adjoint.given, raw, dq, dk, dg, dbeta, t.grid.tokens)
-    return dq.bfloat16(), dk.bfloat16(), dv, *dgates
+        for x, dx in zip(adjoint.given[:2], (dq, dk), strict=True):
+            to_raw_gradient(x[: t.grid.tokens], dx[: t.grid.tokens])
+    given = adjoint.given, raw._replace(l2norm=False), dq, dk, dg, dbeta, t.grid.tokens
+    dq, dk, *dgates = raw_gradients(*given)
+    return entering, dq, dk, dv, *dgates
 
 
-def keep(tape: Tape, states: States | None) -> tuple[Tensor, ...]:
-    return ()
+def keep(tape: Tape, states: Entered) -> tuple[Tensor, ...]:
+    """What prep made; an empty tensor in the place of lengths that are not there."""
+    *made, lengths = tape.made
+    return *made, tape.made.reach.new_empty(0) if lengths is None else lengths
 
 
-def kept_bytes(chunks: int, *, HV: int, K: int, V: int, state_size: int) -> int:
-    return 0
+def restore(
+    kept: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grid: Grid,
+    *, scale: float, raw: Raw,
+) -> tuple[Tape, None]:  # fmt: skip
+    """The tape of which `keep` has told, with the operands and tables of the forward. States are walked again."""
+    *made, lengths = kept
+    operands, raw = _as_read(q, k, v, g, beta, raw)
+    return Tape(*operands, Prepared(*made, lengths if raw.l2norm else None), grid, scale, raw), None
+
+
+def kept_bytes(chunks: int, *, H: int, HV: int, K: int, V: int, state_size: int, l2norm: bool) -> int:
+    """Bytes of what `keep` returns: A, G and reach of value heads; of key heads, which keys are broken, and lengths."""
+    return chunks * (HV * (2 * CHUNK * CHUNK + 4 * CHUNK + 4) + H * (4 + 8 * CHUNK * l2norm))
+
+
+def _slabs(H: int, programs: int, multiprocessors: int) -> int:
+    """Through how many slabs of key heads a backward goes: at least two where there are as many heads, or the states
+    and adjoints of all would stand beside all gradients. Equal ones if possible, for which kernels are the same."""
+    most = min(H, MOST_SLABS, max(2, programs // (WAVES * multiprocessors)))
+    return next((n for n in range(most, 1, -1) if H % n == 0), most)
+
+
+def _of_heads(adjoint: Adjoint, keys: slice, values: slice) -> Adjoint:
+    """The same for some heads, as views but for beta."""
+    t = adjoint.tape
+    made = Prepared(t.made.A[values], t.made.G[values], t.made.broken[keys], t.made.reach[values])
+    operands = t.q[:, keys], t.k[:, keys], t.v[:, values], t.g[:, values], t.beta[:, values].contiguous()
+    return adjoint._replace(tape=Tape(*operands, made, t.grid, t.scale, t.raw), do=adjoint.do[:, values])
+
+
+def _pull_back(adjoint: Adjoint, runs: Runs, entry: Tensor, leaving: Tensor, found: tuple[Tensor, ...]) -> None:
+    """Of one slab, into views of the gradients and of the adjoint of entry states, which is the last."""
+    if 2 * len(runs.table) * leaving.shape[1] <= _multiprocessors(leaving.device):
+        runs = runs._replace(halves=True)  # twice as many programs run at once
+    states = chunk_states(adjoint.tape, runs, entry)
+    entering, costates = adjoint_walk(adjoint, runs, leaving)
+    for to, x in zip(found, (*gradients(adjoint, states, costates), entering), strict=True):
+        to.copy_(x)
+
+
+def _as_read(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, raw: Raw) -> tuple[tuple[Tensor, ...], Raw]:
+    """Operands as kernels read them."""
+    raw = raw._replace(**{name: x.contiguous() for name, x in raw._asdict().items() if isinstance(x, Tensor)})
+    return (*(_by_rows(x) for x in (q, k, v)), g.contiguous(), beta.contiguous()), raw
 
 
 def _walked(tape: Tape, runs: Runs, entry: Tensor, **what: bool) -> tuple[Tensor | None, ...]:

@@ -4,12 +4,15 @@ Operands are raised to FP32 (FP64 stays), all arithmetic happens there, and resu
 are padded to 64 rows, so that no product depends on where a document ends.
 """
 
-from deltaspan.kernels.torch.adjoint import adjoint_prep, adjoint_summary, adjoint_walk
+from torch import Tensor
+
+from deltaspan.kernels.stages import Runs
+from deltaspan.kernels.torch.adjoint import Adjoint, adjoint_prep, adjoint_summary, adjoint_walk
 from deltaspan.kernels.torch.conv import activation_gradient, conv_gradients, convolve, preactivation
 from deltaspan.kernels.torch.gradients import gradients
 from deltaspan.kernels.torch.prep import prep
 from deltaspan.kernels.torch.tapes import KEPT_TENSORS, keep, kept_bytes, restore
-from deltaspan.kernels.torch.walk import chain, merge, summary, transfer, walk
+from deltaspan.kernels.torch.walk import States, chain, merge, summary, transfer, walk
 
 __all__ = [
     "KEPT_TENSORS",
@@ -26,8 +29,15 @@ __all__ = [
     "merge",
     "preactivation",
     "prep",
+    "pull_back",
     "restore",
     "summary",
     "transfer",
     "walk",
 ]
+
+
+def pull_back(adjoint: Adjoint, runs: Runs, states: States, leaving: Tensor) -> tuple[Tensor | None, ...]:
+    """The adjoint of every run's entry state from that of its exit state, `leaving`, and the gradients of operands."""
+    entering, costates = adjoint_walk(adjoint, runs, leaving)
+    return entering, *gradients(adjoint, states, costates)

@@ -29,7 +29,7 @@ def restore(
     return Tape(operands=(q, k, v, g, beta), raw=raw, g=g_ready, grid=grid, scale=scale, u=None, **tape), states
 
 
-def kept_bytes(chunks: int, *, HV: int, K: int, V: int, state_size: int) -> int:
+def kept_bytes(chunks: int, *, H: int, HV: int, K: int, V: int, state_size: int, l2norm: bool) -> int:
     """Bytes of what `keep` returns. A row has q, k, read, w and r K of K channels, v and the update of V, E, K K^T,
     Q K^T and T of 64, and beta, a and r; a chunk its state and gamma."""
     row = 5 * K + 2 * V + 4 * CHUNK + 3
