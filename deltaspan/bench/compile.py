@@ -120,7 +120,7 @@ def _gradients(H: int, group: int) -> Case:
         | dict.fromkeys(("S_tiles", "D_tiles"), "tiles<bf16[64, 128]>")
         | narrow
         | {"broken": "*i32", "chunks": "*i32", "items": "i32", "NC": "i32", "scale": "fp32"},
-        constants={"H": H, "GROUP": group},
+        constants={"H": H, "GROUP": group, "APART": 2 * H},
         num_warps=4,
         registers=128,
         shared=WHOLE,

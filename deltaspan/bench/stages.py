@@ -90,6 +90,8 @@ class Problem:
         self.states = torch.randn(self.cut.count, heads[1], HEAD_DIM, HEAD_DIM, device=device)
         self.leaving = torch.randn_like(self.states)
         self.tape = self.prep()
+        like = *self.tape[:3], *(self.tape.beta.new_empty(self.tape.beta.shape, dtype=torch.float32) for _ in range(2))
+        self.found = tuple(map(torch.empty_like, like))
         self.adjoint = self.tier.adjoint_prep(self.tape, self.x.do[0])
         self.walked = self.chunk_states(), self.tier.adjoint_walk(self.adjoint, self.cut.every, self.leaving)[1]
 
@@ -111,7 +113,8 @@ class Problem:
         return self.tier.chunk_states(self.tape, self.cut.every, self.states)
 
     def gradients(self) -> tuple[Tensor, ...]:
-        return self.tier.gradients(self.adjoint, *self.walked)
+        self.tier.gradients(self.adjoint, *self.walked, self.found)
+        return self.found
 
     def maps(self) -> Tensor:
         return self.tier.transfer(self.tape, self.cut.every)

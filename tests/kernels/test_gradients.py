@@ -43,10 +43,19 @@ class Machine(test_adjoint.Machine):
     def gradients(self, g: Given, seed: int = 0, programs: int = 2) -> dict[str, Tensor]:
         return self.of(self.walked(g), seed, programs)
 
-    def of(self, walked: tuple, seed: int = 0, programs: int = 2) -> dict[str, Tensor]:
+    def of(self, walked: tuple, seed: int = 0, programs: int = 2, beside: int = 0) -> dict[str, Tensor]:
+        """beside: so many key heads of others stand beside the gradients in memory."""
         run = self.module("gradients").gradients
+        q, k, v, beta = walked[:4]
+        wide = [torch.full_like(x, float("nan")).repeat_interleave(1 + beside, 1) for x in (q, k, v, beta, beta)]
+        wide[3:] = (x.float() for x in wide[3:])
+        found = [x[:, : like.shape[1]] for x, like in zip(wide, (q, k, v, beta, beta), strict=True)]
+        beta = beta.repeat_interleave(1 + beside, 1)[:, : beta.shape[1]].copy_(beta)
         with seeded(seed):
-            return dict(zip(NAMES, run(*walked, programs=programs), strict=True))
+            run(*walked[:3], beta, *walked[4:], found, programs=programs)
+        for x, own in zip(wide, found, strict=True):
+            assert x[:, own.shape[1] :].isnan().all(), "heads of others were written to"
+        return dict(zip(NAMES, found, strict=True))
 
 
 def truth(g: Given) -> dict[str, Tensor]:
@@ -205,7 +214,8 @@ def test_no_chunks(rng: torch.Generator, device: str) -> None:
     x, made = g.x, Machine(device).prep(g.x)
     none = torch.empty(0, 2, 128, 128, dtype=torch.bfloat16, device=device)
     run = Machine(device).module("gradients").gradients
-    found = run(x.q, x.k, x.v, x.beta, g.do, made, none, none, x.chunks[:0], SCALE, programs=2)
+    found = [torch.full_like(t, 3.0) for t in (x.q, x.k, x.v, x.beta, x.beta)]
+    run(x.q, x.k, x.v, x.beta, g.do, made, none, none, x.chunks[:0], SCALE, found, programs=2)
     assert [f.shape for f in found] == [x.q.shape, x.k.shape, x.v.shape, x.g.shape, x.g.shape]
 
 

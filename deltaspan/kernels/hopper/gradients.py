@@ -81,14 +81,15 @@ ITEM_FULL, ITEM_LEFT, SCORED, DECAYED, DP_MADE, SUMMED = map(gl.constexpr, range
 @gluon.jit
 def gradients_kernel(
     q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, A, G, beta, broken, chunks, dq, dk, dv, dg, dbeta, items, NC,
-    scale, H: gl.constexpr, GROUP: gl.constexpr, KEY_REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
+    scale, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr, KEY_REGISTERS: gl.constexpr,
+    QUERY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles (descriptors): q, k [T, H * 128] by [64, 128]; v, do [T, HV * 128] by [64, 64]; S, D [NC * HV * 128, 128]
     by [64, 128], the rows V and the columns K.
 
     A [HV, NC, 64, 64] bf16; G [HV, NC, 64] fp32; beta [T, HV] fp32 or bf16; broken [H, NC] and chunks [NC, 2] int32 as
-    prep has them; dq, dk [T, H, 128], dv [T, HV, 128] bf16; dg, dbeta [T, HV] fp32; items = NC * H, which the programs
-    take by turns.
+    prep has them; dq, dk [T, H, 128], dv [T, HV, 128] bf16; dg, dbeta [T, HV] fp32, these and beta part of rows of APART
+    key heads and their value heads; items = NC * H, which the programs take by turns.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
@@ -124,9 +125,9 @@ def gradients_kernel(
     loading = q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, chunks, items
     gl.warp_specialize(
         [
-            (update, (places, updating, H, GROUP)),
-            (of_keys, (places, keying, H, GROUP)),
-            (of_queries, (places, querying, H, GROUP)),
+            (update, (places, updating, H, GROUP, APART)),
+            (of_keys, (places, keying, H, GROUP, APART)),
+            (of_queries, (places, querying, H, GROUP, APART)),
             (load, (places, loading, H, GROUP)),
         ],
         [4, 4, 1],
@@ -169,7 +170,7 @@ def load(places, given, H: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
+def update(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr):
     """U and dR of every unit, and of a token's inner products those that they take part in."""
     wide, square, vs, dos, states, costates, rows, _, signals = places
     G, broken, chunks, dv, items, NC, scale = given
@@ -177,7 +178,7 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, CHUNK, layout=ROW)
-    HV: gl.constexpr = H * GROUP
+    HV_APART: gl.constexpr = APART * GROUP
     read = gl.zeros([CHUNK], gl.float32, ROW)
     kappa = gl.zeros([CHUNK], gl.float32, ROW)
     error = gl.zeros([CHUNK], gl.float32, ROW)
@@ -262,8 +263,8 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr):
             written = v.load(WIDE)
             barrier()  # others may write there
             mbarrier.arrive(signals.index(MADE + panel), count=1)
-            out = dv + (token.to(gl.int64) * HV + h * GROUP) * HEAD_DIM + unit * PANEL
-            store_rows(out, written, held, HV * HEAD_DIM, WIDE)
+            out = dv + (token.to(gl.int64) * HV_APART + h * GROUP) * HEAD_DIM + unit * PANEL
+            store_rows(out, written, held, HV_APART * HEAD_DIM, WIDE)
 
             head = head + panel
             stage = stage + 1
@@ -302,7 +303,7 @@ def put(tf, T_low, T_high, F_low, F_high, signal):
 
 
 @gluon.jit
-def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
+def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr):
     """P and K K^T of every item, T and F of every head; dP, dq and dg."""
     wide, square, _, dos, states, _, rows, sums, signals = places
     A, G, chunks, dq, dg, items, NC, scale = given
@@ -314,7 +315,7 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     later = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, FLAT))
-    HV: gl.constexpr = H * GROUP
+    HV_APART: gl.constexpr = APART * GROUP
     stage = 0
     head = 0
     third = 0  # head % 3
@@ -402,21 +403,21 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr):
             barrier()
             total = gl.sum(sums.load(FLAT), 0)
             index = late(later)
-            at = (token + index).to(gl.int64) * HV + h * GROUP + e
+            at = (token + index).to(gl.int64) * HV_APART + h * GROUP + e
             gl.store(dg + at, total, mask=index < held)
             head = head + 1
             third = gl.where(third == 2, 0, third + 1)
         mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
         store_rows(
-            dq + (token.to(gl.int64) * H + h) * HEAD_DIM, by_rows(wide.index(OF_TF + here), out, WIDE), held,
-            H * HEAD_DIM, WIDE,
+            dq + (token.to(gl.int64) * APART + h) * HEAD_DIM, by_rows(wide.index(OF_TF + here), out, WIDE), held,
+            APART * HEAD_DIM, WIDE,
         )  # fmt: skip
         barrier()  # before T and F are written there
         turn = turn + 1
 
 
 @gluon.jit
-def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
+def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr):
     """Y, dk and dbeta, and the share of Y in dg."""
     wide, square, vs, dos, states, costates, rows, sums, signals = places
     G, beta, chunks, dk, dbeta, items, NC = given
@@ -426,7 +427,7 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     TILE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [0, 1])  # eight lanes by eight rows: no bank twice
-    HV: gl.constexpr = H * GROUP
+    HV_APART: gl.constexpr = APART * GROUP
     stage = 0
     phase = 0
     head = 0
@@ -474,7 +475,7 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
                     M = Y * square.index(OF_P + here).permute((1, 0)).load(ACC).to(gl.float32)
                     error = gl.sum(M, 1) + rows.index(ERROR).load(gl.SliceLayout(1, ACC))
                     index = late(row)
-                    at = (token + index).to(gl.int64) * HV + hv
+                    at = (token + index).to(gl.int64) * HV_APART + hv
                     strength = gl.load(beta + at, mask=index < held, other=1.0).to(gl.float32)
                     gl.store(dbeta + at, error / away_from_zero(strength), mask=index < held)
                     M = sums_before(M, square.index(ONES + here), ACC)
@@ -505,30 +506,32 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr):
         stage = stage + 1
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
         stage = gl.where(stage == STAGES, 0, stage)
-        store_rows(dk + (token.to(gl.int64) * H + h) * HEAD_DIM, out, held, H * HEAD_DIM, WIDE)
+        store_rows(dk + (token.to(gl.int64) * APART + h) * HEAD_DIM, out, held, APART * HEAD_DIM, WIDE)
         turn = turn + 1
 
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, do: Tensor, made: Prepared, states: Tensor, costates: Tensor,
-    chunks: Tensor, scale: float, *, programs: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    chunks: Tensor, scale: float, found: tuple[Tensor, ...], *, programs: int,
+) -> None:  # fmt: skip
     """Launches the kernel; ready q, k [T, H, 128], v, do [T, HV, 128] bf16, rows of any pitch; beta [T, HV] fp32 or
     bf16; the state at every chunk's start and its adjoint at every chunk's end [NC, HV, V, K] bf16; chunks [NC, 2]
     int32. programs: at most so many, as many as run at once.
 
-    Returns dq, dk like q, dv like v, dense, and dg, dbeta [T, HV] fp32. Nothing is written for tokens outside all
-    chunks.
+    found: where dq, dk [T, H, 128], dv [T, HV, 128] bf16 and dg, dbeta [T, HV] fp32 go to, like beta whole tensors or
+    views of the same heads of larger ones. Nothing is written for tokens outside all chunks.
     """
-    (T, H, D), HV, NC = k.shape, v.shape[1], len(chunks)
+    (_, H, D), HV, NC = k.shape, v.shape[1], len(chunks)
     A, G, broken, _, lengths = made
     assert lengths is None, "the gradients take ready q and k"
-    dq, dk, dv = (k.new_empty(T, heads, D) for heads in (H, H, HV))
-    dg, dbeta = (k.new_empty(T, HV, dtype=torch.float32) for _ in range(2))
+    apart = found[0].stride(0) // D
+    group = HV // H
+    assert [x.stride() for x in (*found, beta)] == [
+        *[(heads * D, D, 1) for heads in (apart, apart, apart * group)], *[(apart * group, 1)] * 3
+    ]  # fmt: skip
     if NC:
         launch(
             gradients_kernel, (min(programs, NC * H),), row_tiles(q), row_tiles(k), row_tiles(v, 64), row_tiles(do, 64),
-            tiles(states, 128, 64, 128), tiles(costates, 128, 64, 128), A, G, beta, broken, chunks, dq, dk, dv, dg,
-            dbeta, NC * H, NC, scale, H=H, GROUP=HV // H, num_warps=4, **LAUNCH,
+            tiles(states, 128, 64, 128), tiles(costates, 128, 64, 128), A, G, beta, broken, chunks, *found, NC * H, NC,
+            scale, H=H, GROUP=group, APART=apart, num_warps=4, **LAUNCH,
         )  # fmt: skip
-    return dq, dk, dv, dg, dbeta

@@ -160,12 +160,12 @@ def adjoint_walk(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> tuple[Tensor,
     return _walked_back(adjoint, runs, leaving, states=True)
 
 
-def gradients(adjoint: Adjoint, states: Tensor, costates: Tensor) -> tuple[Tensor, ...]:
+def gradients(adjoint: Adjoint, states: Tensor, costates: Tensor, found: tuple[Tensor, ...]) -> None:
     """dq, dk [T, H, 128], dv [T, HV, 128] bf16, dg, dbeta [T, HV] fp32 of the tape's operands, from S at every chunk's
-    start and D at its end."""
+    start and D at its end, to where `found` has places for them."""
     t = adjoint.tape
     operands = t.q, t.k, t.v, t.beta, adjoint.do, t.made, states, costates, t.grid.table, t.scale
-    return of_chunks(*operands, programs=_multiprocessors(t.q.device))
+    of_chunks(*operands, found, programs=_multiprocessors(t.q.device))
 
 
 def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) -> tuple[Tensor | None, ...]:
@@ -221,10 +221,10 @@ def _slabs(H: int, programs: int, multiprocessors: int) -> int:
 
 
 def _of_heads(adjoint: Adjoint, keys: slice, values: slice) -> Adjoint:
-    """The same for some heads, as views but for beta."""
+    """The same for some heads, as views."""
     t = adjoint.tape
     made = Prepared(t.made.A[values], t.made.G[values], t.made.broken[keys], t.made.reach[values])
-    operands = t.q[:, keys], t.k[:, keys], t.v[:, values], t.g[:, values], t.beta[:, values].contiguous()
+    operands = t.q[:, keys], t.k[:, keys], t.v[:, values], t.g[:, values], t.beta[:, values]
     return adjoint._replace(tape=Tape(*operands, made, t.grid, t.scale, t.raw), do=adjoint.do[:, values])
 
 
@@ -234,8 +234,8 @@ def _pull_back(adjoint: Adjoint, runs: Runs, entry: Tensor, leaving: Tensor, fou
         runs = runs._replace(halves=True)  # twice as many programs run at once
     states = chunk_states(adjoint.tape, runs, entry)
     entering, costates = adjoint_walk(adjoint, runs, leaving)
-    for to, x in zip(found, (*gradients(adjoint, states, costates), entering), strict=True):
-        to.copy_(x)
+    gradients(adjoint, states, costates, found[:-1])
+    found[-1].copy_(entering)
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, raw: Raw) -> tuple[tuple[Tensor, ...], Raw]:
