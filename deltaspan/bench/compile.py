@@ -131,7 +131,7 @@ def _gradients(H: int, group: int) -> Case:
     )
 
 
-def _transfer(H: int, group: int, *, instructions: int = 2750, l2norm: bool = False) -> Case:
+def _transfer(H: int, group: int, *, instructions: int = 3200, spills: int = 44, l2norm: bool = False) -> Case:
     arguments, constants = _lengths(l2norm)
     return Case(
         kernel="deltaspan.kernels.hopper.transfer:transfer_kernel",
@@ -141,7 +141,8 @@ def _transfer(H: int, group: int, *, instructions: int = 2750, l2norm: bool = Fa
         registers=128,
         shared=WHOLE,
         instructions=instructions,
-        reason="as the forward",
+        spills=spills,
+        reason="as the forward; Triton 3.9 lays by columns of the map, outside the loops, and a few indices",
     )
 
 
@@ -221,7 +222,7 @@ CASES = {
     "gradients, 2 key heads x 4": _gradients(2, 4),
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),
-    "raw transfer": _transfer(16, 3, instructions=2900, l2norm=True),
+    "raw transfer": _transfer(16, 3, instructions=3300, spills=52, l2norm=True),
     "merge": _compose("merge_kernel", "M X b out", 850, WIDTH=128),
     "convolution, 4 taps, bf16": _conv(
         "bf16", 2048, 4, 112, 1000, "18 warps a multiprocessor, 4 rows of 512 bytes each under way: 36 KB"

@@ -14,15 +14,16 @@ What it holds a kernel to
                   missing wait, arrive, store_wait, warpgroup_mma_wait or fence_async_shared is found in any run that
                   gets there, whatever its timing
     TMA           lands late and in any order; zeros beyond the tensor, stores clipped, alignment, whole boxes in bytes
-    products      operand types, fp32 sums; an asynchronous result cannot be read before its wait
+    products      operand types; sums that are cut off as the tensor cores do (mma.py); an asynchronous result cannot be
+                  read before its wait
     memory        poisoned until written, within bounds; shared memory keeps its type and has 227 KB
     numbers       Triton's promotion; bf16, fp16, fp32 rounded where the device rounds; int32 that overflows raises
 
 What it does not see
     races between the warps or threads of one partition (a missing thread barrier), and all that layouts decide: bank
     conflicts, conversions, spills, shapes that no layout fits; the order of programs and of global memory within a
-    program; the order of fp32 sums, contraction to FMA, the last bits of ex2.approx; registers, speed. Whether Triton
-    compiles the kernel at all is a test of its own.
+    program; the order of fp32 sums on the CUDA cores and within 32 bytes of a product, contraction to FMA, the last
+    bits of ex2.approx; registers, speed. Whether Triton compiles the kernel at all is a test of its own.
 """
 
 from tests.emulator.launch import Kernel, launch, seeded

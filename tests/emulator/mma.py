@@ -1,7 +1,16 @@
 """Matrix products: what operands they take, and asynchronous ones, done once they are waited for.
 
-Products of rounded operands are summed in fp32, in torch's order. fp32 operands lose what TF32 has no bits for, as the
-tensor cores cut it off.
+fp32 operands lose what TF32 has no bits for, as the tensor cores cut it off. Sums are those of Hopper's tensor cores:
+32 bytes of a row at a time are summed with the accumulator, and the sum is cut off to fp32, toward zero. So many small
+additions to one accumulator shrink it by as much as they are many, where a sum that is rounded wanders.
+
+Of one step the model that was found to the bit on an H100 (Xie et al., MMA-Sim, arXiv 2511.10909; Khattak and Mikaitis,
+arXiv 2512.07004, have the same) cuts every product, and the accumulator, at 2^-25 of the largest of them, adds these
+exactly and cuts the sum. Cutting each product apart would cost as much as all else. Products have both signs, so here
+their exact sum is rounded to 25 bits and then cut: on 1,024 chunks of maps that shrinks by 1.97e-4 where the whole
+model does by 2.05e-4, and an H200 did by 2.03e-4.
+Where all products are far below the accumulator's last place a device loses them, while here the accumulator loses a
+place: as much, but of the other sign.
 """
 
 from __future__ import annotations
@@ -17,7 +26,10 @@ from tests.emulator.shared import SharedMemory
 from tests.emulator.values import Value, constant
 
 OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
+STEP = 32  # bytes of a row that are summed at once
 TF32_CUT = -(2**13)  # clears the low 13 bits of fp32
+FP32_CUT = -(2**29)  # those of fp64 that fp32 does not have
+HALF = 2**26  # of the last of 25 bits, in fp64
 
 
 class Pending(Value):
@@ -47,21 +59,25 @@ def mma_v2(a: Value, b: Value, acc: Value, input_precision: str | None = None) -
     """acc + a b by a warp's synchronous mma, all in registers."""
     if input_precision not in (None, "tf32"):
         raise NotImplementedError(f"mma_v2 with input_precision {input_precision!r}")
-    return Value(_product(a, b, acc) + acc.held, acc.dtype)
+    return Value(_product(a, b, acc), acc.dtype)
 
 
 def dot(a: Value, b: Value, acc: Value | None = None, input_precision: str = "tf32") -> Value:
-    """Plain Triton's: "ieee" takes fp32 operands whole, "tf32x3" as two TF32 numbers each, but for the product of the
-    small ones."""
+    """Plain Triton's: "ieee" takes fp32 operands whole, on the CUDA cores; "tf32x3" as two TF32 numbers each, but for
+    the product of the small ones: it sums the small products first, and adds acc on the CUDA cores."""
     if input_precision not in ("tf32", "tf32x3", "ieee"):
         raise NotImplementedError(f"dot with input_precision {input_precision!r}")
-    before = Value(torch.zeros(a.shape[0], b.shape[1]), torch.float32) if acc is None else acc
+    zero = Value(torch.zeros(a.shape[0], b.shape[1]), torch.float32)
+    before = zero if acc is None else acc
     if input_precision == "tf32x3":
-        small_a, small_b = (Value(x.held - _entering(x, whole=False), x.dtype) for x in (a, b))
-        mixed = _product(small_a, b, before) + _product(a, small_b, before)
+        small_a, small_b = (Value(x.held - _entering(x), x.dtype) for x in (a, b))
+        mixed = _product(a, small_b, Value(_product(small_a, b, zero), torch.float32))
         mixed = mixed.masked_fill(mixed.isnan(), 0.0)  # of infinite operands, whose rest is inf - inf
-        return Value(_product(a, b, before) + mixed + before.held, before.dtype)
-    return Value(_product(a, b, before, whole=input_precision == "ieee") + before.held, before.dtype)
+        return Value(_product(a, b, Value(mixed, torch.float32)) + before.held, before.dtype)
+    if input_precision == "ieee":
+        _check(a, b, before)
+        return Value(a.held.float() @ b.held.float() + before.held, before.dtype)
+    return Value(_product(a, b, before), before.dtype)
 
 
 def warpgroup_mma(
@@ -87,9 +103,7 @@ def warpgroup_mma(
     for memory in filter(in_shared_memory, (a, b)):
         memory.reads(part.products, part.products_issued, part.knowledge)
     before = acc.result if isinstance(acc, Pending) else acc
-    result = _product(a, b, before)
-    if constant(use_acc):
-        result = result + before.held
+    result = _product(a, b, before, use_acc=bool(constant(use_acc)))
     part.products_in_flight.append(_Product(part.products_issued, a if isinstance(a, Value) else None))
     pending = Pending(Value(result, acc.dtype), part, part.products_issued)
     return pending if is_async else warpgroup_mma_wait(0, deps=[pending, a])[0]
@@ -120,17 +134,27 @@ def in_shared_memory(operand: Any) -> bool:
     return isinstance(operand, SharedMemory)
 
 
-def _product(a: Value | SharedMemory, b: Value | SharedMemory, acc: Value, whole: bool = False) -> Tensor:
+def _product(a: Value | SharedMemory, b: Value | SharedMemory, acc: Value, use_acc: bool = True) -> Tensor:
+    """a b, plus acc if `use_acc`, as the tensor cores sum it."""
+    _check(a, b, acc)
+    step = STEP // a.dtype.itemsize
+    total = acc.held.double() if use_acc else torch.zeros_like(acc.held, dtype=torch.float64)
+    total = total.contiguous()  # and nobody else's: it was fp32
+    bits = total.view(torch.int64)
+    for left, right in zip(_entering(a).double().split(step, 1), _entering(b).double().split(step), strict=True):
+        total.addmm_(left, right)
+        bits.add_(HALF).bitwise_and_(FP32_CUT)  # of the magnitude, since the sign is a bit by itself
+    return total.float()
+
+
+def _check(a: Value | SharedMemory, b: Value | SharedMemory, acc: Value) -> None:
     if a.dtype != b.dtype or a.dtype not in OPERANDS or acc.dtype != torch.float32:
         raise TypeError(f"a product of {a.dtype} and {b.dtype} into {acc.dtype}: two of one type into fp32 are wanted")
     if len(a.shape) != 2 or [a.shape[1], acc.shape] != [b.shape[0], [a.shape[0], b.shape[1]]]:
         raise TypeError(f"a product of {a.shape} and {b.shape} into {acc.shape}")
-    return _entering(a, whole) @ _entering(b, whole)
 
 
-def _entering(operand: Value | SharedMemory, whole: bool) -> Tensor:
-    """As the tensor cores see it, or the CUDA cores, which take fp32 whole."""
+def _entering(operand: Value | SharedMemory) -> Tensor:
+    """As the tensor cores see it."""
     held = operand.data if isinstance(operand, SharedMemory) else operand.held
-    if held.dtype != torch.float32 or whole:
-        return held.float()
-    return (held.contiguous().view(torch.int32) & TF32_CUT).view(torch.float32)
+    return (held.contiguous().view(torch.int32) & TF32_CUT).view(torch.float32) if held.dtype == torch.float32 else held

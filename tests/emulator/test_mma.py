@@ -1,5 +1,7 @@
 """Holds products to their operands' types and places, and asynchronous ones to their waits."""
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -31,18 +33,58 @@ def zero(m: int, n: int) -> Any:
     return gl.zeros([m, n], f32)
 
 
-def test_products_are_exact_and_summed_in_fp32(rng: Generator) -> None:
-    x, y, c = (torch.randn(s, generator=rng) for s in ((64, 32), (32, 16), (64, 16)))
+def cut(t: Tensor) -> Tensor:
+    return (t.view(torch.int32) & ~0x1FFF).view(f32)
+
+
+def summed(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """c + a b, a number at a time: 32 bytes of a row are summed with c, to 25 bits behind the first, and cut to 23."""
+    out, at_once = c.clone(), 32 // a.dtype.itemsize
+    for i in range(a.shape[0]):
+        for j in range(b.shape[1]):
+            total = Fraction(c[i, j].item())
+            for k in range(0, a.shape[1], at_once):
+                pairs = zip(a[i, k : k + at_once].tolist(), b[k : k + at_once, j].tolist(), strict=True)
+                total += sum(Fraction(x) * Fraction(y) for x, y in pairs)
+                if total:
+                    unit = Fraction(2) ** (math.frexp(float(abs(total)))[1] - 1 - 25)
+                    total = Fraction(int(math.copysign(int(abs(total) / unit + Fraction(1, 2)) // 4, total))) * 4 * unit
+            out[i, j] = float(total)
+    return out
+
+
+def test_products_are_exact_and_their_sums_cut(rng: Generator) -> None:
+    x, y, c = (torch.randn(s, generator=rng) for s in ((64, 40), (40, 8), (64, 8)))
 
     def code() -> None:
         for dtype in (bf16, f16):
             a, b = x.to(dtype), y.to(dtype)
-            expected = a.float() @ b.float() + c
+            expected = summed(a, b, c)
+            assert not torch.equal(expected, a.float() @ b.float() + c)
             assert same_bits(mma_v2(value_of(a), value_of(b), value_of(c)).memory(), expected)
             for left in (value_of(a), stored(a)):
                 assert same_bits(warpgroup_mma(left, stored(b), value_of(c)).memory(), expected)
             unused = warpgroup_mma(stored(a), stored(b), value_of(c * float("nan")), use_acc=False)
-            assert same_bits(unused.memory(), a.float() @ b.float())
+            assert same_bits(unused.memory(), summed(a, b, torch.zeros_like(c)))
+
+    device(code)
+
+
+def test_small_additions_are_lost_one_by_one() -> None:
+    """Three quarters of a unit of the last place are one if rounded, and nothing here: towards zero, of either sign."""
+    unit = 2.0**-23
+    apart, together, acc = torch.zeros(64, 64), torch.full((64, 16), 0.75 * unit), torch.ones(64, 8)
+    apart[:, ::16] = 0.75 * unit  # one in each 32 bytes
+
+    def code() -> None:
+        for sign in (1.0, -1.0):
+            for terms, kept in ((apart, 0.0), (together, 12 * unit)):
+                small = torch.full((terms.shape[1], 8), sign * 2.0**-10).half()
+                found = mma_v2(value_of((terms * 2**10).half()), value_of(small), value_of(sign * acc)).memory()
+                assert same_bits(found, sign * (acc + kept))
+        for endless in (torch.inf, -torch.inf, torch.nan):
+            found = mma_v2(value_of(together.half()), value_of(acc[:16].half()), value_of(acc * endless)).memory()
+            assert same_bits(found, acc * endless)
 
     device(code)
 
@@ -50,11 +92,8 @@ def test_products_are_exact_and_summed_in_fp32(rng: Generator) -> None:
 def test_fp32_operands_are_cut_to_tf32(rng: Generator) -> None:
     x, y = torch.randn(64, 8, generator=rng), torch.randn(16, 8, generator=rng)
 
-    def cut(t: Tensor) -> Tensor:
-        return (t.view(torch.int32) & ~0x1FFF).view(f32)
-
     def code() -> None:
-        expected = cut(x) @ cut(y).mT
+        expected = summed(cut(x), cut(y).mT, torch.zeros(64, 16))
         assert not torch.equal(expected, x @ y.mT)
         right = stored(y).permute((1, 0))
         assert same_bits(warpgroup_mma(stored(x), right, zero(64, 16)).memory(), expected)
@@ -107,11 +146,11 @@ def test_an_asynchronous_result_is_read_only_after_its_wait(rng: Generator) -> N
             with pytest.raises(DeviceFault, match="is read before a wait"):
                 use()
         first, second = warpgroup_mma_wait(2, deps=[first, second])
-        assert same_bits(first.memory(), a.float() @ b.float())
+        assert same_bits(first.memory(), summed(a, b, torch.zeros(64, 16)))
         with pytest.raises(DeviceFault, match="number 3 of the program is read"):
             second + 1.0
         second = warpgroup_mma_wait(0, deps=[second])
-        assert same_bits(second.memory(), first.memory() + a.float() @ b.float())
+        assert same_bits(second.memory(), summed(a, b, first.memory()))
         with pytest.raises(ValueError, match="deps"):
             warpgroup_mma_wait(0)
 

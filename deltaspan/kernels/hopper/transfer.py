@@ -10,6 +10,12 @@ fp16 numbers each, 22 bits (K and A^T K are exact in fp16, or near enough: entri
 of a key). One fp16 or TF32 number alone, 11 bits, would not do over long chains of slow decay. Rows of M^T are walked
 each by itself, so each is kept within fp16's range by powers of two of its own, which cost no bit.
 
+Tensor cores cut sums off towards zero where the CUDA cores round. What is added to M^T chunk by chunk in their
+accumulators shrinks it at each addition by half a unit of its last place, and 1,024 chunks by 2e-4. So M^T is never an
+accumulator: products of halves begin at zero and are taken off it by the CUDA cores, the high halves' first. Nor do low
+halves share an accumulator with high ones, whose last place would cut off what they bring: the product of a low half
+of M^T with K is added to what is left of M^T K^T when its high half is taken.
+
 Raw keys are multiplied by their inverse lengths on their way into fp16; A^T K, with A as prep leaves it then, is that
 of ready keys already.
 
@@ -36,12 +42,14 @@ from deltaspan.kernels.hopper.gluon import (
 )
 from deltaspan.kernels.hopper.prep import Prepared
 
-# A walk holds M^T in 64 registers and both halves of it in 32 each.
-LAUNCH = {"STAGES": 4, "CHAIN_REGISTERS": 200, "PREPARE_REGISTERS": 96}
+# A walk holds M^T in 64 registers, and then both halves of it in 32 each and M^T K^T in 32, or a product in 64 and the
+# halves of M^T K^T in 16 each. The first partition has what the others leave of 512 registers: as many as the second.
+LAUNCH = {"STAGES": 4, "CHAIN_REGISTERS": 208, "PREPARE_REGISTERS": 72}
 
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
 ROWS = gl.constexpr(64)  # of M^T, a warpgroup's share
+PART = gl.constexpr(64)  # columns of K and X that are prepared at a time, in few registers
 FRESH = gl.constexpr(4)  # chunks between two adjustments of the range
 LARGEST = gl.constexpr(4)  # log2 of a row's largest element then, at most: it can grow by 2^8 before its product with K
 # of 128 channels overflows fp16, and shrink by 2^6 before its lower half loses bits
@@ -134,9 +142,8 @@ def prepare(
     ks, ws, keys, xs, full, empty, ready, free, of_keys, tokens, n, STAGES: gl.constexpr, L2NORM: gl.constexpr,
 ):  # fmt: skip
     """K and A^T K in fp16, of every chunk, two ahead at most."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))
     stage = 0
     phase = 0
@@ -152,16 +159,16 @@ def prepare(
             clear_behind(k, held)
             fence_async_shared()
             barrier()
-        unit = k.load(WIDE)
-        if L2NORM:
-            unit = unit.to(gl.float32) * inverse[:, None]
-        keys.index(b).store(unit.to(gl.float16))
-        at = ws.index(stage).permute((1, 0)).load(LEFT)
-        for half in gl.static_range(2):
-            X = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
-            X = warpgroup_mma(at, k.slice(half * CHUNK, CHUNK, 1), X, is_async=True)
+        at = ws.index(stage).permute((1, 0))
+        for first in gl.static_range(0, HEAD_DIM, PART):
+            X = gl.zeros([CHUNK, PART], gl.float32, ACC)
+            X = warpgroup_mma(at, k.slice(first, PART, 1), X, is_async=True)
+            unit = k.slice(first, PART, 1).load(WIDE)
+            if L2NORM:
+                unit = unit.to(gl.float32) * inverse[:, None]
+            keys.index(b).slice(first, PART, 1).store(unit.to(gl.float16))
             X = warpgroup_mma_wait(0, deps=[X, at, k])[0]
-            xs.index(b).slice(half * CHUNK, CHUNK, 1).store(X.to(gl.float16))
+            xs.index(b).slice(first, PART, 1).store(X.to(gl.float16))
         fence_async_shared()
         barrier()
         mbarrier.arrive(ready.index(b), count=1)
@@ -182,36 +189,38 @@ def walk(out, keys, xs, ready, free, n, decay, FIRST: gl.constexpr, TERMS: gl.co
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
     T = gl.where((FIRST + row)[:, None] == column[None, :], 1.0, 0.0)
     scaled = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, STATE))  # log2 of what a row was multiplied by
-    for i in range(n):
-        if i % FRESH == 0:
-            up = LARGEST - exponent(gl.max(gl.abs(T), 1))
-            T = T * exp2(up.to(gl.float32))[:, None]
-            scaled = scaled + up
-        b = i & 1
-        k = keys.index(b)
-        x = xs.index(b)
-        high = T.to(gl.float16)
-        t = gl.convert_layout(high, LEFT)
-        if TERMS == 2:
-            t_low = gl.convert_layout((T - high.to(gl.float32)).to(gl.float16), LEFT)
-        mbarrier.wait(ready.index(b), (i >> 1) & 1)
-        U = gl.zeros([ROWS, CHUNK], gl.float32, ACC)
-        U = warpgroup_mma(t, k.permute((1, 0)), U, is_async=True)
-        if TERMS == 2:
-            U = warpgroup_mma(t_low, k.permute((1, 0)), U, is_async=True)
-            U, t, t_low, k = warpgroup_mma_wait(0, deps=[U, t, t_low, k])
-        else:
+    for begin in range(0, n, FRESH):
+        up = LARGEST - exponent(gl.max(gl.abs(T), 1))
+        T = T * exp2(up.to(gl.float32))[:, None]
+        scaled = scaled + up
+        for i in range(begin, gl.minimum(begin + FRESH, n)):
+            b = i & 1
+            k = keys.index(b).permute((1, 0))
+            x = xs.index(b)
+            high = T.to(gl.float16)
+            t = gl.convert_layout(high, LEFT)
+            if TERMS == 2:
+                t_low = gl.convert_layout((T - high.to(gl.float32)).to(gl.float16), LEFT)
+            mbarrier.wait(ready.index(b), (i >> 1) & 1)
+            U = gl.zeros([ROWS, CHUNK], gl.float32, ACC)
+            U = warpgroup_mma(t, k, U, is_async=True)
             U, t, k = warpgroup_mma_wait(0, deps=[U, t, k])
-        high = (-U).to(gl.float16)
-        r = gl.convert_layout(high, STATE_LEFT)
-        T = warpgroup_mma(r, x, T, is_async=True)
-        if TERMS == 2:
-            r_low = gl.convert_layout((-U - high.to(gl.float32)).to(gl.float16), STATE_LEFT)
-            T = warpgroup_mma(r_low, x, T, is_async=True)
-            T, r, r_low, x = warpgroup_mma_wait(0, deps=[T, r, r_low, x])
-        else:
-            T, r, x = warpgroup_mma_wait(0, deps=[T, r, x])
-        mbarrier.arrive(free.index(b), count=1)
+            high = U.to(gl.float16)
+            r = gl.convert_layout(high, STATE_LEFT)
+            if TERMS == 2:
+                U = warpgroup_mma(t_low, k, U - high.to(gl.float32), is_async=True)
+                U, t_low, k = warpgroup_mma_wait(0, deps=[U, t_low, k])
+                r_low = gl.convert_layout(U.to(gl.float16), STATE_LEFT)
+            R = gl.zeros([ROWS, HEAD_DIM], gl.float32, STATE)
+            R = warpgroup_mma(r, x, R, is_async=True)
+            R, r, x = warpgroup_mma_wait(0, deps=[R, r, x])
+            T = T - R
+            if TERMS == 2:
+                R = gl.zeros([ROWS, HEAD_DIM], gl.float32, STATE)
+                R = warpgroup_mma(r_low, x, R, is_async=True)
+                R, r_low, x = warpgroup_mma_wait(0, deps=[R, r_low, x])
+                T = T - R
+            mbarrier.arrive(free.index(b), count=1)
     T = T * exp2(decay - scaled.to(gl.float32))[:, None]
     gl.store(out + column[None, :] * HEAD_DIM + (FIRST + row)[:, None], T)
 
