@@ -228,17 +228,18 @@ def arrive(signal: str) -> str:
 
 
 FAULTS = {
-    "no wait for a unit": (f"            {wait('FULL + stage', 'phase')}", ""),
+    "no wait for a unit": (f"            {wait('FULL + stage', 'phase')}            if held", "            if held"),
     "no wait for room for a unit": (f"                {wait('EMPTY + stage', 'phase ^ 1')}", ""),
     "no wait for room for q and k": (f"                {wait('ITEM_LEFT', '(turn & 1) ^ 1')}", ""),
     "no wait for q and k": (f"        {wait('ITEM_FULL', 'turn & 1')}", ""),
-    "no wait for P": (f"        {wait('SCORED', 'turn & 1')}", ""),
+    "no wait for what is cleared": (f"            {wait('SCORED', 'turn & 1')}", "            pass\n"),
     "no wait for T and F": (f"            {wait('DECAYED', 'head & 1')}", ""),
     "no wait for room for U": (f"            {wait('USED + panel', '(head & 1) ^ 1')}", ""),
     "no wait for U and dR": (f"                {wait('MADE + panel', 'head & 1')}", ""),
     "no wait for dP": (f"                    {wait('DP_MADE', 'head & 1')}", ""),
     "no wait for the share of Y": (f"            {wait('SUMMED', 'head & 1')}", ""),
-    "a unit is left once": (f"                {arrive('EMPTY + stage')}", ""),
+    "a unit is left once": (f"                {arrive('EMPTY + stage')}                stage", "                stage"),
+    "the last unit is left before dk": ("if e + panel < GROUP:", "if e + panel <= GROUP:"),
     "bytes of one tile too many": ("2 * CHUNK * PANEL * 2", "3 * CHUNK * PANEL * 2"),
     "R not seen by the product": (
         "            v.store(narrow)\n            fence_async_shared()\n", "            v.store(narrow)\n",
@@ -247,19 +248,19 @@ FAULTS = {
     "dO not cleared in a tail": ("                clear_behind(do, held)\n", ""),
     "q not cleared in a tail": ("            clear_behind(q, held)\n", ""),
     "k not cleared in a tail": ("            clear_behind(k, held)\n", ""),
-    "K K^T in F": ("        P = gl.where(lower(before.slice(half * 32, 32, 1), HALF), P, 0.0)\n", ""),
+    "K K^T in F": ("    P = gl.where(lower(before.slice(HALF_NUMBER * 32, 32, 1), HALF), P, 0.0)\n", ""),
     "dP above the diagonal": ("gl.where(lower(square.index(ONES + here), ACC), dP * E, 0.0)", "dP * E"),
     "Y on the diagonal": ("gl.where(strictly_lower(square.index(ONES + here), ACC), -Y * E, 0.0)",
                           "gl.where(lower(square.index(ONES + here), ACC), -Y * E, 0.0)"),
     "the sign of x2 in dg": ("read - gl.sum(dR", "read + gl.sum(dR"),
-    "<D, S> forgotten": ("of_panel + passed", "of_panel"),
+    "<D, S> forgotten": (" + gl.sum(passed, 0)", ""),
+    "<D, S> without its decay": ("(exp2(end.load(gl.SliceLayout(1, TILE))) / 4)", "0.25"),
     "kappa before its token": ("of_token[:, None], kappa[:, None])", "of_token[:, None], 0.0)"),
     "the scale of F": ("(E * scale)", "E"),
-    "G of another head": ("rows.index((head & 1) ^ 1)", "rows.index(head & 1)"),
-    "dq of the last head alone": ("            this = first + e * NC\n",
-                                  "            this = first + e * NC\n            out = out * 0.0\n"),
+    "G of another head": ("ahead = rows.index(gl.where(third == 2, 0, third + 1))", "ahead = rows.index(third)"),
+    "dq of the last head alone": ("at = first + gl.minimum", "out = out * 0.0\n            at = first + gl.minimum"),
     "S of another panel": ("+ panel * PANEL\n                column", "\n                column"),
-    "rows behind the tail stored": ("store_rows(dv, out, token, held", "store_rows(dv, out, token, held + 6"),
+    "rows behind the tail stored": ("store_rows(out, written, held", "store_rows(out, written, held + 6"),
 }  # fmt: skip
 
 

@@ -26,7 +26,6 @@ Rows of q, k, v and dO behind a fragment's end are set to zero in shared memory 
 key that breaks the promise of unit keys turns dO into NaN from its row on: dq from there, dk and dv of the whole chunk.
 """
 
-import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.chunk import (
@@ -87,9 +86,9 @@ def gradients_kernel(
     """Tiles (descriptors): q, k [T, H * 128] by [64, 128]; v, do [T, HV * 128] by [64, 64]; S, D [NC * HV * 128, 128]
     by [64, 128], the rows V and the columns K.
 
-    A [HV, NC, 64, 64] bf16; G [HV, NC, 64] fp32; beta [T, HV] fp32 or bf16; broken [H, NC] and chunks [NC, 2] int32 as
-    prep has them; dq, dk [T, H, 128], dv [T, HV, 128] bf16; dg, dbeta [T, HV] fp32, these and beta part of rows of APART
-    key heads and their value heads; items = NC * H, which the programs take by turns.
+    A [HV, NC, 64, 64] bf16; G [HV, NC, 64] fp32; beta [T, HV] fp32 or bf16; broken [H, NC] and chunks [NC, 2] int32
+    as prep has them; dq, dk [T, H, 128], dv [T, HV, 128] bf16; dg, dbeta [T, HV] fp32, these and beta part of rows of
+    APART key heads and their value heads; items = NC * H, which the programs take by turns.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
@@ -121,7 +120,7 @@ def gradients_kernel(
     places = wide, square, vs, dos, states, costates, rows, sums, signals
     updating = G, broken, chunks, dv, items, NC, scale
     querying = A, G, chunks, dq, dg, items, NC, scale
-    keying = G, beta, chunks, dk, dbeta, items, NC
+    keying = beta, chunks, dk, dbeta, items
     loading = q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, chunks, items
     gl.warp_specialize(
         [
@@ -282,11 +281,11 @@ def halves_of_A(A, HALF: gl.constexpr):
 
 
 @gluon.jit
-def decayed(A, G, p, before, scale, HALF: gl.constexpr, HALF_TH: gl.constexpr):
-    """Columns of T and F of a value head; by halves, beside accumulators that fill the registers."""
-    E = decay_ratios(G, HALF, HALF_TH * 32, 32)
-    P = p.slice(HALF_TH * 32, 32, 1).load(HALF).to(gl.float32)
-    P = gl.where(lower(before.slice(HALF_TH * 32, 32, 1), HALF), P, 0.0)
+def decayed(A, G, p, before, scale, HALF: gl.constexpr, HALF_NUMBER: gl.constexpr):
+    """Half of the columns of T and F of a value head: one after the other, beside accumulators that fill registers."""
+    E = decay_ratios(G, HALF, HALF_NUMBER * 32, 32)
+    P = p.slice(HALF_NUMBER * 32, 32, 1).load(HALF).to(gl.float32)
+    P = gl.where(lower(before.slice(HALF_NUMBER * 32, 32, 1), HALF), P, 0.0)
     return narrowed(A.to(gl.float32) * E), narrowed(P * (E * scale))
 
 
@@ -420,7 +419,7 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.co
 def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr):
     """Y, dk and dbeta, and the share of Y in dg."""
     wide, square, vs, dos, states, costates, rows, sums, signals = places
-    G, beta, chunks, dk, dbeta, items, NC = given
+    beta, chunks, dk, dbeta, items = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -432,13 +431,11 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.const
     phase = 0
     head = 0
     third = 0  # head % 3
-    turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         c = item // H
         h = item % H
         token = gl.load(chunks + 2 * c)
         held = gl.load(chunks + 2 * c + 1)
-        mbarrier.wait(signals.index(SCORED), turn & 1)
         out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
         for e in range(GROUP + in_place(item)):  # Triton 3.6 cannot compile a loop of one round
             here = in_place(head)
@@ -507,7 +504,6 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.const
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
         stage = gl.where(stage == STAGES, 0, stage)
         store_rows(dk + (token.to(gl.int64) * APART + h) * HEAD_DIM, out, held, APART * HEAD_DIM, WIDE)
-        turn = turn + 1
 
 
 def gradients(
