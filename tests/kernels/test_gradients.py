@@ -160,6 +160,18 @@ def test_programs_and_partitions_change_no_bit(rng: torch.Generator) -> None:
         assert all(torch.equal(found[name], first[name]) for name in NAMES)
 
 
+@pytest.mark.gpu
+def test_the_same_bits_three_hundred_times(rng: torch.Generator) -> None:
+    """Some ten items for every multiprocessor, which share all memory and none of each other's pace."""
+    g, machine = given(rng, [64 * 220, 64 * 190 + 7, 64], H=3, group=3, decay="slow").to("cuda"), Machine("cuda")
+    walked = machine.walked(g)
+    first = machine.of(walked, programs=132)
+    for i in range(300):
+        found = machine.of(walked, programs=132)
+        differing = {name: int((found[name] != first[name]).sum()) for name in NAMES}
+        assert not any(differing.values()), (i, differing)
+
+
 def test_rows_at_a_pitch(rng: torch.Generator, device: str) -> None:
     dense = given(rng, [40], H=2, group=1).to(device)
     q, k, v, do = torch.cat([dense.x.q, dense.x.k, dense.x.v, dense.do], dim=1).split(2, dim=1)
