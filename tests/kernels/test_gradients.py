@@ -249,7 +249,7 @@ FAULTS = {
     "no wait for room for U": (f"            {wait('USED + panel', '(head & 1) ^ 1')}", ""),
     "no wait for U and dR": (f"                {wait('MADE + panel', 'head & 1')}", ""),
     "no wait for dP": (f"                    {wait('DP_MADE', 'head & 1')}", ""),
-    "no wait for the share of Y": (f"            {wait('SUMMED', 'head & 1')}", ""),
+    "no wait for Y": (f"                    {wait('Y_MADE', 'head & 1')}", ""),
     "a unit is left once": (f"                {arrive('EMPTY + stage')}                stage", "                stage"),
     "the last unit is left before dk": ("if e + panel < GROUP:", "if e + panel <= GROUP:"),
     "bytes of one tile too many": ("2 * CHUNK * PANEL * 2", "3 * CHUNK * PANEL * 2"),
@@ -265,14 +265,14 @@ FAULTS = {
     "Y on the diagonal": ("gl.where(strictly_lower(square.index(ONES + here), ACC), -Y * E, 0.0)",
                           "gl.where(lower(square.index(ONES + here), ACC), -Y * E, 0.0)"),
     "the sign of x2 in dg": ("read - gl.sum(dR", "read + gl.sum(dR"),
-    "<D, S> forgotten": (" + gl.sum(passed, 0)", ""),
-    "<D, S> without its decay": ("(exp2(end.load(gl.SliceLayout(1, TILE))) / 4)", "0.25"),
+    "<D, S> forgotten": ("passed = rows.index(ERROR)", "passed = 0.0 * rows.index(ERROR)"),
+    "<D, S> without its decay": ("(passed * exp2(end.load(gl.SliceLayout(1, TILE))))", "(passed)"),
     "kappa before its token": ("of_token[:, None], kappa[:, None])", "of_token[:, None], 0.0)"),
     "the scale of F": ("(E * scale)", "E"),
     "G of another head": ("ahead = rows.index(gl.where(third == 2, 0, third + 1))", "ahead = rows.index(third)"),
     "dq of the last head alone": ("at = first + gl.minimum", "out = out * 0.0\n            at = first + gl.minimum"),
     "S of another panel": ("+ panel * PANEL\n                column", "\n                column"),
-    "rows behind the tail stored": ("store_rows(out, written, held", "store_rows(out, written, held + 6"),
+    "rows behind the tail stored": ("PANEL, written, held", "PANEL, written, held + 6"),
 }  # fmt: skip
 
 

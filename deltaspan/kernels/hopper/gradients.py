@@ -74,7 +74,7 @@ OF_U, OF_P, ONES = map(gl.constexpr, (0, 2, 3))
 READ, KAPPA, ERROR = map(gl.constexpr, (3, 4, 5))
 # signals: of a unit's stage; U and dR of a panel; of an item q and k, and P; of a head T and F, dP, what Y adds to dg
 FULL, EMPTY, MADE, USED = map(gl.constexpr, (0, 3, 6, 8))
-ITEM_FULL, ITEM_LEFT, SCORED, DECAYED, DP_MADE, SUMMED = map(gl.constexpr, range(10, 16))
+ITEM_FULL, ITEM_LEFT, SCORED, DECAYED, DP_MADE, Y_MADE = map(gl.constexpr, range(10, 16))
 
 
 @gluon.jit
@@ -191,16 +191,16 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.conste
         token = gl.load(chunks + 2 * c)
         held = gl.load(chunks + 2 * c + 1)
         first_broken = gl.load(broken + h * NC + c)
-
+        to = dv + (token.to(gl.int64) * HV_APART + h * GROUP) * HEAD_DIM
+        at = (h * GROUP * NC + c) * CHUNK + row  # 32 bits do for the tokens of all heads
         mbarrier.wait(signals.index(ITEM_FULL), turn & 1)
         if held < CHUNK:  # another partition sets what is behind to zero
             mbarrier.wait(signals.index(SCORED), turn & 1)
         for unit in range(2 * GROUP):
             panel = unit & 1
-            # 32 bits do for the tokens of all heads; no number alone, which would be waited for before the products
-            at = ((h * GROUP + (unit >> 1)) * NC + c) * CHUNK
-            G_row = gl.load(G + (at + row))
-            G_end = gl.load(G + (at + (row | (CHUNK - 1))))
+            G_row = gl.load(G + at)  # of each row, also the end's: one number alone would be waited for at once
+            G_end = gl.load(G + (at | (CHUNK - 1)))
+            at = at + NC * (CHUNK * panel)
             here = in_place(unit)
             q = wide.index(OF_Q + here)
             k = wide.index(OF_K + here)
@@ -262,8 +262,7 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.conste
             written = v.load(WIDE)
             barrier()  # others may write there
             mbarrier.arrive(signals.index(MADE + panel), count=1)
-            out = dv + (token.to(gl.int64) * HV_APART + h * GROUP) * HEAD_DIM + unit * PANEL
-            store_rows(out, written, held, HV_APART * HEAD_DIM, WIDE)
+            store_rows(to + unit * PANEL, written, held, HV_APART * HEAD_DIM, WIDE)
 
             head = head + panel
             stage = stage + 1
@@ -304,7 +303,7 @@ def put(tf, T_low, T_high, F_low, F_high, signal):
 @gluon.jit
 def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr):
     """P and K K^T of every item, T and F of every head; dP, dq and dg."""
-    wide, square, _, dos, states, _, rows, sums, signals = places
+    wide, square, vs, dos, states, _, rows, sums, signals = places
     A, G, chunks, dq, dg, items, NC, scale = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -386,10 +385,13 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.co
                     mbarrier.arrive(signals.index(DP_MADE), count=1)
                     M = dP * square.index(OF_P + here).load(ACC).to(gl.float32)
                     out = warpgroup_mma(do, wide.index(OF_K + here), out, is_async=True)
-                    M = sums_before(M, square.index(ONES + here), ACC)
                     out = warpgroup_mma_wait(0, deps=[out])
-                    of_token = rows.index(READ).load(gl.SliceLayout(1, ACC))
-                    kappa = rows.index(KAPPA).load(gl.SliceLayout(1, ACC))
+                    mbarrier.wait(signals.index(Y_MADE), head & 1)
+                    KK = square.index(OF_P + here).permute((1, 0)).load(ACC).to(gl.float32)
+                    M = sums_before(M + vs.index(stage).load(ACC).to(gl.float32) * KK, square.index(ONES + here), ACC)
+                    passed = rows.index(ERROR).load(gl.SliceLayout(1, ACC))
+                    of_token = rows.index(READ).load(gl.SliceLayout(1, ACC)) + passed
+                    kappa = rows.index(KAPPA).load(gl.SliceLayout(1, ACC)) + passed
                     M = gl.where(lower(square.index(ONES + here), ACC), M + of_token[:, None], kappa[:, None])
                     by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
                 barrier()
@@ -397,8 +399,7 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.co
                 mbarrier.arrive(signals.index(EMPTY + stage), count=1)
                 stage = stage + 1
                 stage = gl.where(stage == STAGES, 0, stage)
-            mbarrier.wait(signals.index(SUMMED), head & 1)
-            sums.store(sums.load(by_warp.type.layout) + by_warp)
+            sums.store(by_warp)
             barrier()
             total = gl.sum(sums.load(FLAT), 0)
             index = late(later)
@@ -418,7 +419,7 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.co
 @gluon.jit
 def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr):
     """Y, dk and dbeta, and the share of Y in dg."""
-    wide, square, vs, dos, states, costates, rows, sums, signals = places
+    wide, square, vs, dos, states, costates, rows, _, signals = places
     beta, chunks, dk, dbeta, items = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -465,29 +466,24 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.const
                 if panel == 1:
                     E = decay_ratios(decay, ACC)
                     Y = gl.where(strictly_lower(square.index(ONES + here), ACC), -Y * E, 0.0)
-                    barrier()  # every warp has read dR
+                    error = rows.index(ERROR).load(gl.SliceLayout(1, ACC))
+                    barrier()  # every warp has read that and dR
+                    rows.index(ERROR).store(passed * exp2(end.load(gl.SliceLayout(1, TILE))))
                     v.store(Y.to(gl.bfloat16))
                     fence_async_shared()
                     barrier()
-                    M = Y * square.index(OF_P + here).permute((1, 0)).load(ACC).to(gl.float32)
-                    error = gl.sum(M, 1) + rows.index(ERROR).load(gl.SliceLayout(1, ACC))
+                    mbarrier.arrive(signals.index(Y_MADE), count=1)
+                    error += gl.sum(Y * square.index(OF_P + here).permute((1, 0)).load(ACC).to(gl.float32), 1)
                     index = late(row)
                     at = (token + index).to(gl.int64) * HV_APART + hv
                     strength = gl.load(beta + at, mask=index < held, other=1.0).to(gl.float32)
                     gl.store(dbeta + at, error / away_from_zero(strength), mask=index < held)
-                    M = sums_before(M, square.index(ONES + here), ACC)
-                    M = gl.where(lower(square.index(ONES + here), ACC), M, 0.0)
-                    passed = passed * (exp2(end.load(gl.SliceLayout(1, TILE))) / 4)  # four warps have it
-                    by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1) + gl.sum(passed, 0)
                     mbarrier.wait(signals.index(DP_MADE), head & 1)
-                    sums.store(by_warp)
                     out = warpgroup_mma(v, k, out, is_async=True)
                     out = warpgroup_mma(v.permute((1, 0)), k, out, is_async=True)
                     out = warpgroup_mma(dos.index(stage).permute((1, 0)), wide.index(OF_Q + here), out, is_async=True)
                     out = warpgroup_mma_wait(0, deps=[out])
                 barrier()
-                if panel == 1:
-                    mbarrier.arrive(signals.index(SUMMED), count=1)
                 mbarrier.arrive(signals.index(USED + panel), count=1)
                 if e + panel < GROUP:  # of the last unit dk goes out by way of D's place
                     mbarrier.arrive(signals.index(EMPTY + stage), count=1)
