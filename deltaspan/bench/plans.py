@@ -4,7 +4,8 @@
 
 Steps are timed by kernel on one shard. Then every local shard and every pack x CP x layout is planned by `row_cost_lpt`
 with the published costs and with those just measured, and by `least_time` with its own. The forward of the rank that
-takes longest by its plan is timed under each, without the other ranks but with the summaries that they would want.
+takes longest by its plan under moderate decay is timed under each, without the other ranks but with the summaries that
+they would want.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from deltaspan.bench.shards import LOCAL_SHARDS, local_shard
 from deltaspan.bench.stages import stage_rows
 from deltaspan.layout import LAYOUTS, Partition
 from deltaspan.plan import HOPPER_RULE, RULES, rank_chunks
-from deltaspan.plan.cost import RankChunks, StepCosts, rank_time
-from deltaspan.plan.rules import H200_TIMES, PUBLISHED_COSTS, Target
+from deltaspan.plan.cost import RankChunks, StepCosts
+from deltaspan.plan.forward_time import H200_TIMES, forward_time
+from deltaspan.plan.rules import PUBLISHED_COSTS, Target
 
 HEADS = (16, 48)
 PACKS = ("P1", "P2", "P3", "P4", "P5")
@@ -88,8 +90,8 @@ def _plan(ranks: list[RankChunks], rule: str, to: Target) -> list[int]:
 
 
 def _slowest(ranks: list[RankChunks], plan: list[int], hv: int, sm_count: int) -> int:
-    times = [rank_time(rank, cut, hv, sm_count, H200_TIMES) for rank, cut in zip(ranks, plan, strict=True)]
-    return times.index(max(times))
+    times = [forward_time(rank, cut, hv, sm_count, H200_TIMES) for rank, cut in zip(ranks, plan, strict=True)]
+    return times.index(max(times))  # under moderate decay
 
 
 def report(packs: Mapping[str, Sequence[int]], cps: Sequence[int] = CPS, *, seed: int = 0) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from deltaspan.layout import Partition
 from deltaspan.plan.tables import CHUNK
 
 # A chunk's step of a walk on all channels of V, and on half of them, which repeats what is prepared for both: 156k and
-# 98k FLOP a token of a value head by count, and the chain between them as long. Measured on an H200, 48 heads, all
-# multiprocessors busy, a half step takes 0.79 of a whole one (1.85 of 2.33 us; 0.73 in runs of 23 chunks).
+# 98k FLOP a token of a value head by count, and the chain between them as long. Measured on an H200, all
+# multiprocessors busy, a half step takes 0.79 of a whole one with 48 heads (1.85 of 2.33 us; 0.73 in runs of 23
+# chunks), 0.77 with 12 and 0.75 with 6.
 WHOLE_STEP, HALF_STEP = 5, 4
 
 
@@ -31,16 +32,6 @@ class StepCosts(NamedTuple):
     offset: int  # the walk of a summary's offset b
     compose: int
     compose_weight: int = 2  # a calibration of rank costs: segments are composed before and after the exchange
-
-
-class ForwardTimes(NamedTuple):
-    """Times of the stages of a forward that a plan changes, in units of 10 ns."""
-
-    walk: int  # a chunk's step of the walk with output
-    half: int  # the same on half of V's channels, which leave some multiprocessors idle where they are chosen
-    summary: int  # a chunk's step of both walks of a summary
-    start: int  # what a summary takes besides
-    compose: int  # two segments
 
 
 class RankChunks(NamedTuple):
@@ -120,36 +111,6 @@ def rank_cost(rank: RankChunks, segments: int, hv: int, sm_count: int, costs: St
     summary, tape = makespans(rank, segments, hv, sm_count)
     compose = (segments - 1) * costs.compose * costs.compose_weight * -(-rank.fragments * hv // sm_count)
     return summary * (costs.offset + costs.transfer) + tape * costs.tape + compose
-
-
-def rank_time(rank: RankChunks, segments: int, hv: int, sm_count: int, times: ForwardTimes) -> int:
-    """Time of a rank's forward but for what no plan changes, in units of 10 ns.
-
-    Unlike `rank_cost` it knows that a document's last segment needs no summary, that a summary takes time however short
-    it is, and that a walk goes over halves of V where that ends sooner.
-    """
-    summaries, walks = [], []
-    for n, crosses_out, count in rank.runs:
-        cut, steps = min(segments, n), -(-n // segments)
-        summaries.append((times.start + steps * times.summary, (cut - (not crosses_out)) * hv * count))
-        walks.append((steps, cut * hv * count))
-    whole = lpt_makespan(walks, sm_count) * times.walk
-    halves = lpt_makespan([(steps, 2 * count) for steps, count in walks], sm_count) * times.half
-    return lpt_makespan(summaries, sm_count) + min(whole, halves) + _composing(rank, segments, hv, sm_count, times)
-
-
-def least_rank_time(rank: RankChunks, segments: int, hv: int, sm_count: int, times: ForwardTimes) -> int:
-    """What `rank_time` does not fall below with so many segments or more: all multiprocessors are busy to the end."""
-    work, step = 0, min(times.walk, 2 * times.half)
-    for n, crosses_out, count in rank.runs:
-        cut = min(segments, n)
-        left = cut - (not crosses_out)
-        work += count * hv * (n * step + left * times.start + left * n // cut * times.summary)
-    return work // sm_count + _composing(rank, segments, hv, sm_count, times)
-
-
-def _composing(rank: RankChunks, segments: int, hv: int, sm_count: int, times: ForwardTimes) -> int:
-    return (segments - 1) * times.compose * -(-rank.fragments * hv // sm_count)
 
 
 def rank_walk_steps(rank: RankChunks, segments: int, hv: int, sm_count: int) -> int:

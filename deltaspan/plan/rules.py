@@ -11,16 +11,8 @@ from dataclasses import dataclass
 
 from deltaspan.layout import Partition
 from deltaspan.layout.pack import as_int
-from deltaspan.plan.cost import (
-    ForwardTimes,
-    RankChunks,
-    StepCosts,
-    least_rank_time,
-    rank_chunks,
-    rank_cost,
-    rank_time,
-    rank_walk_steps,
-)
+from deltaspan.plan.cost import RankChunks, StepCosts, rank_chunks, rank_cost, rank_walk_steps
+from deltaspan.plan.forward_time import H200_TIMES, ForwardTimes, soonest
 
 LONGEST_WALK = 256  # chunks of a segment, for every rule but `one`
 MOST_SEGMENTS = 64  # of a fragment
@@ -28,14 +20,6 @@ FEW_FRAGMENTS = 3  # up to here, and from LONGEST_WALK on, the number of waves d
 OCC_MARGIN, ONE_MARGIN, LPT_MARGIN, ROW_MARGIN = 2, 0, 2, 4  # in percent
 SMALL_HEADS, SMALL_CHUNKS = 12, 160  # below both, segments cost more than they give
 PUBLISHED_COSTS = StepCosts(tape=285, transfer=350, offset=120, compose=2040)  # measured on another GPU family
-
-# Measured on an H200 by deltaspan.bench.stages: 16 key and 48 value heads, one document of 1,992 and one of 249 chunks,
-# in 11 segments and whole. A step of the walk takes 2.3 us, on halves 1.65 where 96 of them have 132 multiprocessors,
-# one of composing 8.6. What a summary takes depends on the decay, which no plan may: under moderate decay, where exit
-# states and maps begin near a segment's end, 45 us together in long segments and 41 in short ones; under slow decay,
-# where all is walked, 11 us and 3.2 a chunk. Here stand three parts of the former and one of the latter: a cut has to
-# gain more under moderate decay than a third of what it loses under slow decay.
-H200_TIMES = ForwardTimes(walk=230, half=165, summary=80, start=3600, compose=860)
 
 
 @dataclass(frozen=True)
@@ -188,20 +172,8 @@ def _small(ranks: Sequence[RankChunks], to: Target) -> bool:
 
 
 def _least_time(ranks: Sequence[RankChunks], to: Target) -> list[int]:
-    """Every rank as it is done soonest, by the fewest segments; then so is the slowest."""
-    return [_soonest(rank, to) for rank in ranks]
-
-
-def _soonest(rank: RankChunks, to: Target) -> int:
-    device = to.hv, to.sm_count, to.costs
-    best, cut = rank_time(rank, 1, *device), 1
-    for segments in range(2, min(MOST_SEGMENTS, rank.longest) + 1):
-        if least_rank_time(rank, segments, *device) >= best:
-            break
-        time = rank_time(rank, segments, *device)
-        if time < best:
-            best, cut = time, segments
-    return cut
+    """Every rank as its own forward ends soonest."""
+    return [soonest(rank, MOST_SEGMENTS, to.hv, to.sm_count, to.costs) for rank in ranks]
 
 
 def _each(rule: Callable[[int, int, Target], int], ranks: Sequence[RankChunks], to: Target) -> list[int]:
