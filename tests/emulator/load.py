@@ -6,7 +6,7 @@ import ast
 import builtins
 import importlib.util
 import linecache
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -44,12 +44,13 @@ TRITON: dict[str, Any] = {
 }
 
 
-def load(module: str, source: str | None = None) -> ModuleType:
+def load(module: str, source: str | None = None, imported: Mapping[str, str] | None = None) -> ModuleType:
     """The module and those of the tier that it imports, executed anew on the emulator.
 
-    source: text to execute in place of the module's file, as tests do that plant a fault.
+    source: text to execute in place of the module's file, as tests do that plant a fault; imported: the same of modules
+    that it imports, by their names in the tier.
     """
-    return _Loader().load(module, source)
+    return _Loader(imported or {}).load(module, source)
 
 
 def path_of(module: str) -> Path:
@@ -59,7 +60,8 @@ def path_of(module: str) -> Path:
 class _Loader:
     """One `load`, with what it has executed so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, imported: Mapping[str, str]) -> None:
+        self.imported = imported
         self.loaded: dict[str, ModuleType] = {}
 
     def load(self, name: str, source: str | None = None) -> ModuleType:
@@ -86,7 +88,7 @@ class _Loader:
         if fromlist and whole == TIER:
             return SimpleNamespace(**{part: self.load(f"{TIER}.{part}") for part in fromlist})
         if fromlist and whole.startswith(f"{TIER}."):
-            return self.load(whole)
+            return self.load(whole, self.imported.get(whole.rpartition(".")[2]))
         return builtins.__import__(name, globals, locals, fromlist, level)
 
 

@@ -76,7 +76,7 @@ class Machine:
     def module(self, name: str):
         if self.device == "cuda":
             return __import__(f"{TIER}.{name}", fromlist=["x"])
-        return load(f"{TIER}.{name}", self.edited.get(name))
+        return load(f"{TIER}.{name}", self.edited.get(name), self.edited)
 
     def prep(self, x: Problem):
         with seeded(1):

@@ -10,6 +10,7 @@ from deltaspan.kernels.hopper.gluon import (
     fence_async_shared,
     gl,
     gluon,
+    mbarrier,
     narrowed,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -43,6 +44,13 @@ def row_products(x, y, TILE: gl.constexpr):
     for j in gl.static_range(8):
         product += x.slice(16 * j, 16, 1).load(TILE).to(gl.float32) * y.slice(16 * j, 16, 1).load(TILE).to(gl.float32)
     return gl.sum(product, 1)
+
+
+@gluon.jit
+def following(stage, phase, STAGES: gl.constexpr):
+    """The next of a ring's stages, and its phase. Counted: a modulo would spill."""
+    stage = stage + 1
+    return gl.where(stage == STAGES, 0, stage), gl.where(stage == STAGES, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -81,3 +89,31 @@ def sums_before(M, before, ACC: gl.constexpr):
     summed = warpgroup_mma(high, before, summed, is_async=True)
     summed = warpgroup_mma(low, before, summed, is_async=True)
     return warpgroup_mma_wait(0, deps=[summed, high, low])[0]
+
+
+@gluon.jit
+def halves_of_A(A, HALF: gl.constexpr):
+    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, HALF)))
+    at = A + row[:, None] * CHUNK + gl.arange(0, 32, layout=gl.SliceLayout(0, HALF))[None, :]
+    return gl.load(at), gl.load(at + 32)
+
+
+@gluon.jit
+def decayed(A, G, p, before, scale, HALF: gl.constexpr, HALF_NUMBER: gl.constexpr):
+    """Half of the columns of T and F of a value head: one after the other, beside accumulators that fill registers."""
+    E = decay_ratios(G, HALF, HALF_NUMBER * 32, 32)
+    P = p.slice(HALF_NUMBER * 32, 32, 1).load(HALF).to(gl.float32)
+    P = gl.where(lower(before.slice(HALF_NUMBER * 32, 32, 1), HALF), P, 0.0)
+    return narrowed(A.to(gl.float32) * E), narrowed(P * (E * scale))
+
+
+@gluon.jit
+def put(tf, T_low, T_high, F_low, F_high, signal):
+    """T beside F, where products find them."""
+    tf.slice(0, 32, 1).store(T_low)
+    tf.slice(32, 32, 1).store(T_high)
+    tf.slice(64, 32, 1).store(F_low)
+    tf.slice(96, 32, 1).store(F_high)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(signal, count=1)

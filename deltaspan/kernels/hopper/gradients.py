@@ -18,9 +18,9 @@ x1, x2 and x3 are formed, <x1_i, q_i> = scale a_i <(Q S)_i, dO_i> and so on, so 
 rows are scaled in the left operands. Sums over l < j are products with a matrix of ones, of M in two bf16 terms.
 
 A value head comes in two panels of 64 of V's channels, each a unit: v, dO and the rows of S^T and D^T for them. Four
-partitions: one warpgroup makes U and dR of a unit; one T and F, which serve both panels, dP and dq; one Y and dk; one
-warp loads. Each product runs into one accumulator in the order of value heads and panels, so bits do not depend on how
-many programs share the chunks.
+partitions: one warpgroup makes U and dR of a unit; one T and F, which serve both panels, dP, dq and dg; one <D, S>, Y, dk
+and dbeta; one warp loads. Each product runs into one accumulator in the order of value heads and panels, so bits do not
+depend on how many programs share the chunks.
 
 Rows of q, k, v and dO behind a fragment's end are set to zero in shared memory before anything is computed from them. A
 key that breaks the promise of unit keys turns dO into NaN from its row on: dq from there, dk and dv of the whole chunk.
@@ -31,8 +31,12 @@ from torch import Tensor
 from deltaspan.kernels.hopper.chunk import (
     by_rows,
     decay_ratios,
+    decayed,
+    following,
+    halves_of_A,
     in_place,
     lower,
+    put,
     row_products,
     store_rows,
     strictly_lower,
@@ -70,9 +74,9 @@ STAGES = gl.constexpr(3)  # of units; with all else they fill shared memory
 OF_Q, OF_K, OF_TF = map(gl.constexpr, range(3))
 # of [64, 64]: U of both panels; P, and K K^T above the diagonal; ones where l < j
 OF_U, OF_P, ONES = map(gl.constexpr, (0, 2, 3))
-# of [64] fp32: G of three heads; of each token <x1, q> - <x2, k>, kappa, and <dR, R>
+# of [64] fp32: G of three heads; of each token <x1, q> - <x2, k>, kappa, and <dR, R>, then its row's of gamma <D, S>
 READ, KAPPA, ERROR = map(gl.constexpr, (3, 4, 5))
-# signals: of a unit's stage; U and dR of a panel; of an item q and k, and P; of a head T and F, dP, what Y adds to dg
+# signals: of a unit's stage; U and dR of a panel; of an item q and k, and P; of a head T and F, dP, and Y
 FULL, EMPTY, MADE, USED = map(gl.constexpr, (0, 3, 6, 8))
 ITEM_FULL, ITEM_LEFT, SCORED, DECAYED, DP_MADE, Y_MADE = map(gl.constexpr, range(10, 16))
 
@@ -157,9 +161,7 @@ def load(places, given, H: gl.constexpr, GROUP: gl.constexpr):
                 load_tile(v_tiles, [token, column], signals.index(FULL + stage), vs.index(stage))
                 load_tile(do_tiles, [token, column], signals.index(FULL + stage), dos.index(stage))
                 load_tile(D_tiles, [row, 0], signals.index(FULL + stage), costates.index(stage))
-                stage = stage + 1
-                phase = gl.where(stage == STAGES, phase ^ 1, phase)
-                stage = gl.where(stage == STAGES, 0, stage)
+                stage, phase = following(stage, phase, STAGES)
             if e == 0:
                 mbarrier.wait(signals.index(ITEM_LEFT), (turn & 1) ^ 1)
                 mbarrier.expect(signals.index(ITEM_FULL), 2 * CHUNK * HEAD_DIM * 2)
@@ -265,39 +267,9 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.conste
             store_rows(to + unit * PANEL, written, held, HV_APART * HEAD_DIM, WIDE)
 
             head = head + panel
-            stage = stage + 1
-            phase = gl.where(stage == STAGES, phase ^ 1, phase)
-            stage = gl.where(stage == STAGES, 0, stage)
+            stage, phase = following(stage, phase, STAGES)
         mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
         turn = turn + 1
-
-
-@gluon.jit
-def halves_of_A(A, HALF: gl.constexpr):
-    row = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, HALF)))
-    at = A + row[:, None] * CHUNK + gl.arange(0, 32, layout=gl.SliceLayout(0, HALF))[None, :]
-    return gl.load(at), gl.load(at + 32)
-
-
-@gluon.jit
-def decayed(A, G, p, before, scale, HALF: gl.constexpr, HALF_NUMBER: gl.constexpr):
-    """Half of the columns of T and F of a value head: one after the other, beside accumulators that fill registers."""
-    E = decay_ratios(G, HALF, HALF_NUMBER * 32, 32)
-    P = p.slice(HALF_NUMBER * 32, 32, 1).load(HALF).to(gl.float32)
-    P = gl.where(lower(before.slice(HALF_NUMBER * 32, 32, 1), HALF), P, 0.0)
-    return narrowed(A.to(gl.float32) * E), narrowed(P * (E * scale))
-
-
-@gluon.jit
-def put(tf, T_low, T_high, F_low, F_high, signal):
-    """T beside F, where products find them."""
-    tf.slice(0, 32, 1).store(T_low)
-    tf.slice(32, 32, 1).store(T_high)
-    tf.slice(64, 32, 1).store(F_low)
-    tf.slice(96, 32, 1).store(F_high)
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(signal, count=1)
 
 
 @gluon.jit
@@ -487,18 +459,14 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.const
                 mbarrier.arrive(signals.index(USED + panel), count=1)
                 if e + panel < GROUP:  # of the last unit dk goes out by way of D's place
                     mbarrier.arrive(signals.index(EMPTY + stage), count=1)
-                    stage = stage + 1
-                    phase = gl.where(stage == STAGES, phase ^ 1, phase)
-                    stage = gl.where(stage == STAGES, 0, stage)
+                    stage, phase = following(stage, phase, STAGES)
             head = head + 1
             third = gl.where(third == 2, 0, third + 1)
         mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
         out = by_rows(costates.index(stage), out, WIDE)
         barrier()
         mbarrier.arrive(signals.index(EMPTY + stage), count=1)
-        stage = stage + 1
-        phase = gl.where(stage == STAGES, phase ^ 1, phase)
-        stage = gl.where(stage == STAGES, 0, stage)
+        stage, phase = following(stage, phase, STAGES)
         store_rows(dk + (token.to(gl.int64) * APART + h) * HEAD_DIM, out, held, APART * HEAD_DIM, WIDE)
 
 
