@@ -18,9 +18,9 @@ x1, x2 and x3 are formed, <x1_i, q_i> = scale a_i <(Q S)_i, dO_i> and so on, so 
 rows are scaled in the left operands. Sums over l < j are products with a matrix of ones, of M in two bf16 terms.
 
 A value head comes in two panels of 64 of V's channels, each a unit: v, dO and the rows of S^T and D^T for them. Four
-partitions: one warpgroup makes U and dR of a unit; one T and F, which serve both panels, dP, dq and dg; one <D, S>, Y, dk
-and dbeta; one warp loads. Each product runs into one accumulator in the order of value heads and panels, so bits do not
-depend on how many programs share the chunks.
+partitions: one warpgroup makes U and dR of a unit; one T and F, which serve both panels, dP, dq and dg; one <D, S>, Y,
+dk and dbeta; one warp loads. Each product runs into one accumulator in the order of value heads and panels, so bits do
+not depend on how many programs share the chunks.
 
 Rows of q, k, v and dO behind a fragment's end are set to zero in shared memory before anything is computed from them. A
 key that breaks the promise of unit keys turns dO into NaN from its row on: dq from there, dk and dv of the whole chunk.
