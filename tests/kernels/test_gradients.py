@@ -119,7 +119,7 @@ def test_decay_that_cuts_off(rng: torch.Generator, device: str) -> None:
     assert not found["dg"][[3, 64, 70]].any() and not found["dg"][40, 1]
     finite = g._replace(x=g.x._replace(g=g.x.g.clamp(min=-1000)))
     for name, true in truth(finite).items():
-        # one token at the end, where the adjoint of the exit state enters whole, may make most of dbeta and of its error
+        # one token at the end, where the adjoint of the exit state enters whole, may make most of dbeta and its error
         assert relative(found[name], true) < BF16 * (1.5 if name == "dbeta" else 1.0), name
 
 
