@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deltaspan.op.context import Context
-from deltaspan.op.operands import Operands, check_operands
+from deltaspan.op.operands import NAMES, REQUIRED, Operands, check_operands
 from deltaspan.op.options import Options, check_gate, check_segments
 
 Shards = Tensor | list[Tensor]
@@ -40,11 +40,10 @@ def operands_of(
     autocast: bool = False,
 ) -> list[Operands]:
     """Checked, without the batch axis; q, k and v as autocast has them where it is asked for."""
-    if autocast:
+    if autocast and torch.is_autocast_enabled(ctx.device.type):
         q, k, v = (_as_for_a_product(x, ctx.device) for x in (q, k, v))
-    columns = [ctx._listed(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))]
-    further = {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
-    columns += [ctx._replicated(name, x) for name, x in further.items()]
+    columns = [*map(ctx._listed, REQUIRED, (q, k, v, g, beta))]
+    columns += map(ctx._replicated, NAMES[len(REQUIRED) :], (initial_state, A_log, dt_bias))
     for _, a, b in zip(ctx._views, *columns[-2:], strict=True):
         check_gate(options, a, b)
     return [
@@ -62,10 +61,10 @@ def operands_of(
 
 
 def _as_for_a_product(x: Any, device: torch.device) -> Any:
-    """Under autocast an operand is cast as for a matrix product: all but FP64, to the type that it names."""
+    """An operand is cast as for a matrix product: all but FP64, to the type that it names."""
     if isinstance(x, list):
         return [_as_for_a_product(shard, device) for shard in x]
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(device.type):
+    if not isinstance(x, Tensor):
         return x
     cast = x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(device.type)) if cast else x

@@ -37,9 +37,12 @@ def forward(
     """
     options = _options(ctx, **options)
     ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias)
-    stages(ctx, ranks[0], options)
+    tier = stages(ctx, ranks[0], options)
     done = ctx._transport.run(
-        [forward_program(ctx, view, x, options) for view, x in zip(ctx._views, ranks, strict=True)]
+        [
+            forward_program(ctx, view, tier, x, options, keeps=options.keeps)
+            for view, x in zip(ctx._views, ranks, strict=True)
+        ]
     )
     final = ctx._unlisted([f.final_state for f in done]) if options.output_final_state else None
     saved = ctx._unlisted([f.saved.of_mode(options, f.tape).sealed() for f in done]) if options.keeps else None

@@ -9,7 +9,7 @@ from torch import Tensor
 from deltaspan.op.arguments import Shards, batched, operands_of, options_of
 from deltaspan.op.backward import backward_program
 from deltaspan.op.context import Context
-from deltaspan.op.forward import forward_program, stages
+from deltaspan.op.forward import Forward, forward_program, stages
 from deltaspan.op.keeping import Keeping
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
@@ -108,12 +108,52 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
     check_handle(recompute_handle, options.keeps)
     ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias, autocast=True)
-    flat = [anchor(ctx), *(t for x in ranks for t in x)]
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in flat)
-    stages(ctx, ranks[0], options)
-    results = _GatedDeltaRule.apply(ctx, options, recompute_handle, surrounding() if recorded else None, *flat)
-    o, final = results[: len(ranks)], results[len(ranks) :]
+    tier = stages(ctx, ranks[0], options)
+    recorded = torch.is_grad_enabled() and (ctx.part.world_size > 1 or any(_wants_gradient(x) for x in ranks))
+    if recorded or _transformed():
+        region = surrounding() if recorded else None
+        flat = [anchor(ctx), *(t for x in ranks for t in x)]
+        results = _GatedDeltaRule.apply(ctx, tier, options, recompute_handle, region, *flat)
+        o, final = results[: len(ranks)], results[len(ranks) :]
+    else:
+        done = _run(ctx, tier, options, recompute_handle, ranks, keeps=False)
+        o, final = zip(*(f[:2] for f in done), strict=True)
     return batched(ctx, o, q), (ctx._unlisted(final) if output_final_state else None)
+
+
+def _wants_gradient(x: Operands) -> bool:
+    return any([t is not None and t.requires_grad for t in x])
+
+
+def _transformed() -> bool:
+    """Whether operands may carry derivatives that no gradient mode tells of, which the node then refuses."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def _run(
+    ctx: Context,
+    tier: Any,
+    options: Options,
+    handle: RecomputeHandle | None,
+    ranks: Sequence[Operands],
+    *,
+    output: bool = True,
+    keeps: bool = True,
+) -> list[Forward]:
+    """The forwards of all ranks that run here, and what a handle is told of them, or tells of an earlier run."""
+    entered = handle.find(RULE) if handle is not None else None
+    for saved, view, x in zip(entered or (), ctx._views, ranks, strict=False):
+        check_saved(saved, ctx, view.rank, options, x, argument="recompute_handle")
+    asked = handle is not None and entered is None
+    done = ctx._transport.run(
+        [
+            forward_program(ctx, view, tier, x, options, kept, output=output, keeps=keeps or asked)
+            for view, x, kept in zip(ctx._views, ranks, entered or [None] * len(ranks), strict=True)
+        ]
+    )
+    if asked:
+        handle.entries[RULE] = [f.saved.of_mode(options).sealed() for f in done]
+    return done
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -123,26 +163,16 @@ class _GatedDeltaRule(torch.autograd.Function):
     def forward(
         fn: Any,
         ctx: Context,
+        tier: Any,
         options: Options,
         handle: RecomputeHandle | None,
         region: Region | None,
         anchor: Tensor,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """region: None also if no node will be recorded, for then nothing is saved."""
         ranks = _by_rank(flat)
-        entered = handle.find(RULE) if handle is not None else None
-        for saved, view, x in zip(entered or (), ctx._views, ranks, strict=False):
-            check_saved(saved, ctx, view.rank, options, x, argument="recompute_handle")
-        keeping = Keeping.of(options, region, flat, len(ranks), stages(ctx, ranks[0], options).KEPT_TENSORS)
-        done = ctx._transport.run(
-            [
-                forward_program(ctx, view, x, options, kept, output=keeping.output)
-                for view, x, kept in zip(ctx._views, ranks, entered or [None] * len(ranks), strict=True)
-            ]
-        )
-        if handle is not None and entered is None:
-            handle.entries[RULE] = [f.saved.of_mode(options).sealed() for f in done]
+        keeping = Keeping.of(options, region, flat, len(ranks), tier.KEPT_TENSORS)
+        done = _run(ctx, tier, options, handle, ranks, output=keeping.output)
         fn.context, fn.options, fn.given, fn.keeping = ctx, options, len(flat), keeping
         fn.templates = [f.saved.with_tensors((), ()) for f in done]
         fn.save_for_backward(*flat, *keeping.tensors(options, done))
@@ -169,7 +199,7 @@ class _GatedDeltaRule(torch.autograd.Function):
                 for i, (view, x) in enumerate(zip(ctx._views, ranks, strict=True))
             ]
         )  # fmt: skip
-        return None, None, None, None, None, *(grad for g in done for grad in g)
+        return None, None, None, None, None, None, *(grad for g in done for grad in g)
 
 
 def _by_rank(flat: Sequence[Tensor | None]) -> list[Operands]:
