@@ -27,6 +27,11 @@ class Gradients(NamedTuple):
     dA_log: Tensor | None = None  # [HV], this rank's share of a sum over the group
     ddt_bias: Tensor | None = None  # [HV], the same
 
+    def like(self, given: Operands) -> "Gradients":
+        """With the batch axes of the operands, as views."""
+        pairs = zip(self, given, strict=True)
+        return Gradients(*[d.unsqueeze(0) if d is not None and x.dim() > d.dim() else d for d, x in pairs])
+
 
 def backward_program(
     ctx: Context,

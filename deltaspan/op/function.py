@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltaspan.op.arguments import Shards, batched, operands_of, options_of
+from deltaspan.op.arguments import Shards, as_autocast, batched, given_to, operands_of, options_of
 from deltaspan.op.backward import backward_program
 from deltaspan.op.context import Context
 from deltaspan.op.forward import Forward, forward_program, stages
 from deltaspan.op.keeping import Keeping
-from deltaspan.op.operands import Operands
+from deltaspan.op.operands import Operands, squeeze, without_batch
 from deltaspan.op.options import Options
 from deltaspan.op.recompute import RULE, RecomputeHandle, Region, check_handle, surrounding, taken, unread
 from deltaspan.op.saved import check_saved
@@ -107,18 +107,22 @@ def chunk_gated_delta_rule(
         reuse_recompute_tapes=reuse_recompute_tapes, recompute_output=recompute_output, workspace=workspace,
     )  # fmt: skip
     check_handle(recompute_handle, options.keeps)
-    ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias, autocast=True)
+    q, k, v = (as_autocast(x, ctx.device) for x in (q, k, v))
+    given = given_to(ctx, q, k, v, g, beta, initial_state, A_log, dt_bias)
+    with torch.no_grad():  # batch axes are taken off for the node, which leads back to what was given
+        ranks = operands_of(ctx, options, given)
     tier = stages(ctx, ranks[0], options)
-    recorded = torch.is_grad_enabled() and (ctx.part.world_size > 1 or any(_wants_gradient(x) for x in ranks))
+    recorded = torch.is_grad_enabled() and (ctx.part.world_size > 1 or any(_wants_gradient(x) for x in given))
     if recorded or _transformed():
         region = surrounding() if recorded else None
-        flat = [anchor(ctx), *(t for x in ranks for t in x)]
-        results = _GatedDeltaRule.apply(ctx, tier, options, recompute_handle, region, *flat)
+        flat = [anchor(ctx), *(t for x in given for t in x)]
+        results = _GatedDeltaRule.apply(ctx, tier, options, recompute_handle, region, ranks, *flat)
         o, final = results[: len(ranks)], results[len(ranks) :]
     else:
         done = _run(ctx, tier, options, recompute_handle, ranks, keeps=False)
         o, final = zip(*(f[:2] for f in done), strict=True)
-    return batched(ctx, o, q), (ctx._unlisted(final) if output_final_state else None)
+        o = batched(o, given)
+    return ctx._unlisted(o), (ctx._unlisted(final) if output_final_state else None)
 
 
 def _wants_gradient(x: Operands) -> bool:
@@ -167,10 +171,11 @@ class _GatedDeltaRule(torch.autograd.Function):
         options: Options,
         handle: RecomputeHandle | None,
         region: Region | None,
+        ranks: list[Operands],
         anchor: Tensor,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        ranks = _by_rank(flat)
+        """ranks: the operands without their batch axes; flat: as they were given."""
         keeping = Keeping.of(options, region, flat, len(ranks), tier.KEPT_TENSORS)
         done = _run(ctx, tier, options, handle, ranks, output=keeping.output)
         fn.context, fn.options, fn.given, fn.keeping = ctx, options, len(flat), keeping
@@ -178,28 +183,28 @@ class _GatedDeltaRule(torch.autograd.Function):
         fn.save_for_backward(*flat, *keeping.tensors(options, done))
         fn.set_materialize_grads(False)
         outputs = [unread(x.v) if f.o is None else f.o for f, x in zip(done, ranks, strict=True)]
-        return *outputs, *(f.final_state for f in done if f.final_state is not None)
+        return *batched(outputs, _by_rank(flat)), *(f.final_state for f in done if f.final_state is not None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     @any_state_crosses
     def backward(fn: Any, *grads: Tensor | None) -> tuple:
         ctx, tensors = fn.context, taken(fn)
-        ranks, kept = _by_rank(tensors[: fn.given]), fn.keeping.restore(fn.templates, tensors[fn.given :])
+        given, kept = _by_rank(tensors[: fn.given]), fn.keeping.restore(fn.templates, tensors[fn.given :])
         del tensors
-        W = len(ranks)
+        ranks, W = [*map(without_batch, given)], len(given)
         done = ctx._transport.run(
             [
                 backward_program(
                     ctx, view, x, fn.options,
-                    torch.zeros_like(x.v) if grads[i] is None else grads[i],
+                    torch.zeros_like(x.v) if grads[i] is None else squeeze(grads[i], "o's gradient", 3),
                     grads[W + i] if fn.options.output_final_state else None,
                     kept.pop(0),
                 )
                 for i, (view, x) in enumerate(zip(ctx._views, ranks, strict=True))
             ]
         )  # fmt: skip
-        return None, None, None, None, None, None, *(grad for g in done for grad in g)
+        return *[None] * 7, *(grad for g, x in zip(done, given, strict=True) for grad in g.like(x))
 
 
 def _by_rank(flat: Sequence[Tensor | None]) -> list[Operands]:

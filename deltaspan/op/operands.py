@@ -75,12 +75,15 @@ def squeeze(x: Tensor, name: str, dims: int) -> Tensor:
     return x.squeeze(0) if more else x
 
 
+def without_batch(given: Operands) -> Operands:
+    """The same, each of the first five without the batch axis that it may have. Raises as `squeeze`."""
+    return Operands(*map(squeeze, given, REQUIRED, (3, 3, 3, 2, 2)), *given[len(REQUIRED) :])
+
+
 def check_operands(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
-    dt_bias: Tensor | None, *, raw_g: bool, raw_beta: bool, tokens: int, padded: bool, documents: int,
-    device: torch.device,
-) -> Operands:  # fmt: skip
-    """One rank's operands as `Operands`.
+    given: Operands, *, raw_g: bool, raw_beta: bool, tokens: int, padded: bool, documents: int, device: torch.device
+) -> Operands:
+    """One rank's operands without batch axes.
 
     raw_g, raw_beta: they come from projections, and may have the operands' type.
     tokens: the rank's own; with `padded` the buffer may be longer.
@@ -89,11 +92,10 @@ def check_operands(
         TypeError: an operand that is no tensor.
         ValueError: shapes, types or devices that do not fit, naming the operand, what it is and what it must be.
     """
-    given = Operands(q, k, v, g, beta, initial_state, A_log, dt_bias)
     for name, x in zip(NAMES, given, strict=True):
         if x is not None or name in REQUIRED:
             check_tensor(name, x, device)
-    x = Operands(*map(squeeze, given[:5], REQUIRED, (3, 3, 3, 2, 2)), initial_state, A_log, dt_bias)
+    x = without_batch(given)
     found = tuple([None if t is None else (t.shape, t.dtype) for t in x])
     _check_fit(found, raw_g, raw_beta, tokens, padded, documents)
     return x

@@ -168,7 +168,7 @@ def step_bytes(T: int, H: int, HV: int, chunks: int, segments: int, slabs: int) 
     prepared = chunks * (HV * (64 * 64 * 2 + 64 * 4 + 4) + 4 * H)
     walked = chunks * HV * 2 * 128 * 128 * 2  # S, D
     copied = T * (256 * HV + 2 * 256 * H + 3 * 4 * HV)  # gradients of a slab, and beta
-    states = segments * 4 * HV * 128 * 128  # where segments are entered, and both ends of the adjoint; of a slab one end
+    states = segments * 4 * HV * 128 * 128  # where segments are entered, and the adjoint's at both ends; of a slab one
     if slabs == 1:
         return results + prepared + 3 * states + walked
     largest = -(-H // slabs)  # of heads

@@ -5,7 +5,7 @@ Written for Gluon as Triton 3.6 to 3.9 have it, an interface that Triton calls e
 
 from copy import copy
 from functools import lru_cache, partial
-from inspect import getclosurevars, signature
+from inspect import getclosurevars, isfunction, signature
 from typing import Any
 
 import torch
@@ -120,7 +120,8 @@ def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: i
     device = next(x.device for x in arguments if isinstance(x, Tensor))
     if device.type != "cpu" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return launch(kernel, programs, *arguments, num_warps=num_warps, **constants)
+            launch(kernel, programs, *arguments, num_warps=num_warps, **constants)
+        return
     passed = list(arguments)  # pointers as numbers
     key: list[Any] = [id(kernel), device, *constants.values()]
     for place, x in enumerate(arguments):
@@ -173,22 +174,25 @@ class Ready:
 
     def _inner(self) -> Any:
         """The launcher with the inner one in place of that which encodes; None for another Triton's."""
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
+        try:
+            from triton.backends.nvidia.driver import make_tensordesc_arg
+        except ImportError:
+            return None
         run = copy(self.compiled.run)
         kinds = [str(kind) for kind in self.compiled.src.signature.values()]
         places = [i for i, kind in enumerate(kinds) if kind.startswith("tensordesc")]
         how = getattr(self.compiled.metadata, "tensordesc_meta", None) or ()
-        if len(how) != len(places):
-            return None
         if places:
-            run.launch = getclosurevars(run.launch).nonlocals.get("launcher")
+            within = getclosurevars(run.launch).nonlocals if isfunction(run.launch) else {}
+            run.launch = within.get("launcher")
+        if len(how) != len(places) or not callable(run.launch):
+            return None
         self.descriptors = list(zip(places, how, strict=True))
         more = list(signature(make_tensordesc_arg).parameters)[2:]  # one after Triton 3.6, which needs no value
         self.encode = partial(make_tensordesc_arg, **dict.fromkeys(more)) if more else make_tensordesc_arg
         self.stream = triton.runtime.driver.active.get_current_stream
         self.function, self.metadata = self.compiled.function, self.compiled.packed_metadata
-        return run if callable(run.launch) else None
+        return run
 
 
 def _hooked() -> bool:
