@@ -26,7 +26,8 @@ def fold(affine: Affine, way: Passage[Tensor], maps: Tensor, offsets: Tensor | N
     if not way.chains.steps:  # nothing is cut, a fragment is its segment
         return Folded(None, None, maps, offsets)
     passed, states = affine.chain(maps, offsets, way.chains, maps=way.chains.maps)
-    at_joints, whole = _apart(maps[:0] if passed is None else passed, way.reached)
+    nothing = maps.new_empty(0, *maps.shape[1:]) if passed is None else None
+    at_joints, whole = (nothing, nothing) if passed is None else _apart(passed, way.reached)
     behind, last = (None, None) if states is None else _apart(states, way.reached)
     return Folded(at_joints, behind, whole, last)
 

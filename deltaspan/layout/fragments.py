@@ -58,6 +58,7 @@ class Partition:
 
     pack, world_size, layout    what was partitioned; cu_seqlens, num_documents and total_tokens are the pack's
     table                       all fragments as columns
+    longest                     tokens of the longest fragment
     rank_rows                   int64 [world_size + 1]; rank r owns the table's rows rank_rows[r]:rank_rows[r + 1]
     crossing_in, crossing_out   bool [fragments]: has a predecessor, a successor (one on the same rank counts)
 
@@ -70,6 +71,7 @@ class Partition:
         "crossing_in",
         "crossing_out",
         "layout",
+        "longest",
         "pack",
         "rank_rows",
         "table",
@@ -94,6 +96,7 @@ class Partition:
             "rank_rows": read_only(rank_rows),
             "crossing_in": read_only(prev >= 0),
             "crossing_out": read_only(next >= 0),
+            "longest": int(length.max(initial=0)),
             "_chains": chains,
             "_fragments": None,
         }

@@ -1,12 +1,13 @@
 """From what users give to what programs take: one `Operands` for each rank that runs here, and back."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltaspan.op.context import Context
-from deltaspan.op.operands import Operands, check_operands
+from deltaspan.op.operands import NAMES, REQUIRED, Operands, check_operands
 from deltaspan.op.options import Options, check_gate, check_segments
 
 Shards = Tensor | list[Tensor]
@@ -25,9 +26,8 @@ def options_of(ctx: Context, **given: Any) -> Options:
     return options
 
 
-def operands_of(
+def given_to(
     ctx: Context,
-    options: Options,
     q: Shards,
     k: Shards,
     v: Shards,
@@ -36,20 +36,20 @@ def operands_of(
     initial_state: Shards | None,
     A_log: Shards | None,
     dt_bias: Shards | None,
-    *,
-    autocast: bool = False,
 ) -> list[Operands]:
-    """Checked, without the batch axis; q, k and v as autocast has them where it is asked for."""
-    if autocast:
-        q, k, v = (_as_for_a_product(x, ctx.device) for x in (q, k, v))
-    columns = [ctx._listed(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))]
-    further = {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
-    columns += [ctx._replicated(name, x) for name, x in further.items()]
-    for _, a, b in zip(ctx._views, *columns[-2:], strict=True):
-        check_gate(options, a, b)
+    """What users give, rank by rank, unchecked and with its batch axis."""
+    columns = [*map(ctx._listed, REQUIRED, (q, k, v, g, beta))]
+    columns += map(ctx._replicated, NAMES[len(REQUIRED) :], (initial_state, A_log, dt_bias))
+    return list(map(Operands, *columns))
+
+
+def operands_of(ctx: Context, options: Options, given: list[Operands]) -> list[Operands]:
+    """Checked, and without the batch axis."""
+    for x in given:
+        check_gate(options, x.A_log, x.dt_bias)
     return [
         check_operands(
-            *row,
+            x,
             raw_g=options.use_gate_in_kernel,
             raw_beta=options.use_beta_sigmoid_in_kernel,
             tokens=view.tokens,
@@ -57,21 +57,20 @@ def operands_of(
             documents=ctx.part.num_documents,
             device=ctx.device,
         )
-        for view, *row in zip(ctx._views, *columns, strict=True)
+        for view, x in zip(ctx._views, given, strict=True)
     ]
 
 
-def _as_for_a_product(x: Any, device: torch.device) -> Any:
+def as_autocast(x: Any, device: torch.device) -> Any:
     """Under autocast an operand is cast as for a matrix product: all but FP64, to the type that it names."""
-    if isinstance(x, list):
-        return [_as_for_a_product(shard, device) for shard in x]
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(device.type):
+    if not torch.is_autocast_enabled(device.type):
         return x
-    cast = x.is_floating_point() and x.dtype != torch.float64
+    if isinstance(x, list):
+        return [as_autocast(shard, device) for shard in x]
+    cast = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(device.type)) if cast else x
 
 
-def batched(ctx: Context, outputs: Any, q: Shards) -> Shards:
-    """Outputs [T, HV, V] with a batch axis where q has one."""
-    given = ctx._listed("q", q)
-    return ctx._unlisted([o.unsqueeze(0) if x.dim() == 4 else o for o, x in zip(outputs, given, strict=True)])
+def batched(outputs: Iterable[Tensor], given: list[Operands]) -> list[Tensor]:
+    """Outputs [T, HV, V] with a batch axis where q has one: in place, since they are new, and the same from a node."""
+    return [o.unsqueeze_(0) if x.q.dim() == 4 else o for o, x in zip(outputs, given, strict=True)]

@@ -27,6 +27,11 @@ class Gradients(NamedTuple):
     dA_log: Tensor | None = None  # [HV], this rank's share of a sum over the group
     ddt_bias: Tensor | None = None  # [HV], the same
 
+    def like(self, given: Operands) -> "Gradients":
+        """With the batch axes of the operands, as views."""
+        pairs = zip(self, given, strict=True)
+        return Gradients(*[d.unsqueeze(0) if d is not None and x.dim() > d.dim() else d for d, x in pairs])
+
 
 def backward_program(
     ctx: Context,
@@ -56,19 +61,20 @@ def backward_program(
         _, _, states = tier.walk(tape, cut.every, entry, output=False, exits=False)
         del entry
 
-    maps, whole, kept = _transfers(tier, cut, tape, saved)
+    maps, whole, kept = _transfers(tier, cut, tape, saved) if cut.linked else (None, None, None)
     del saved
     adjoint = tier.adjoint_prep(tape, do)
     del tape
     leaving = end_adjoints(cut, x, dfinal_state)
-    d = tier.adjoint_summary(adjoint, cut.entered, leaving)
-    folded = fold(tier, cut.backward, maps.mT, d)
-    sent = kept, whole, folded.last_offsets
-    del maps, kept, whole, d
-    arrived = yield from carry_adjoints(options.exchange, view.seams, tier, *sent, common(x, options))
-    del sent
-    leaving[cut.left_slots] = spread(tier, cut.backward, folded, arrived)
-    del folded, arrived
+    if cut.linked:
+        d = tier.adjoint_summary(adjoint, cut.entered, leaving)
+        folded = fold(tier, cut.backward, maps.mT, d)
+        sent = kept, whole, folded.last_offsets
+        del maps, kept, whole, d
+        arrived = yield from carry_adjoints(options.exchange, view.seams, tier, *sent, common(view, x, options))
+        del sent
+        leaving.index_copy_(0, cut.left_slots, spread(tier, cut.backward, folded, arrived))
+        del folded, arrived
     entering, dq, dk, dv, dg, dbeta, *dgate = tier.pull_back(adjoint, cut.every, states, leaving)
     dinitial = initial_gradient(view, cut, x, entering, dfinal_state)
     return Gradients(*into_one_row(x, dq, dk, dv), dg, dbeta, dinitial, *dgate)

@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from deltaspan.op.arguments import Shards, batched, operands_of, options_of
+from deltaspan.op.arguments import Shards, batched, given_to, operands_of, options_of
 from deltaspan.op.backward import Gradients, backward_program
 from deltaspan.op.context import Context
 from deltaspan.op.forward import forward_program, stages
@@ -36,14 +35,18 @@ def forward(
     Options of a recompute (`reuse_recompute_tapes`, `recompute_output`) are refused but for their default, "auto".
     """
     options = _options(ctx, **options)
-    ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias)
-    stages(ctx, ranks[0], options)
+    given = given_to(ctx, q, k, v, g, beta, initial_state, A_log, dt_bias)
+    ranks = operands_of(ctx, options, given)
+    tier = stages(ctx, ranks[0], options)
     done = ctx._transport.run(
-        [forward_program(ctx, view, x, options) for view, x in zip(ctx._views, ranks, strict=True)]
+        [
+            forward_program(ctx, view, tier, x, options, keeps=options.keeps)
+            for view, x in zip(ctx._views, ranks, strict=True)
+        ]
     )
     final = ctx._unlisted([f.final_state for f in done]) if options.output_final_state else None
     saved = ctx._unlisted([f.saved.of_mode(options, f.tape).sealed() for f in done]) if options.keeps else None
-    return batched(ctx, [f.o for f in done], q), final, saved
+    return ctx._unlisted(batched((f.o for f in done), given)), final, saved
 
 
 @any_state_crosses
@@ -77,7 +80,8 @@ def backward(
         TypeError, ValueError: an argument that does not fit, or a saved set of another call.
     """
     options = _options(ctx, **options)
-    ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias)
+    given = given_to(ctx, q, k, v, g, beta, initial_state, A_log, dt_bias)
+    ranks = operands_of(ctx, options, given)
     kept = ctx._listed("saved", saved) if saved is not None else [None] * len(ranks)
     dos = [check_like("do", t, x.v.shape, ctx.device) for t, x in zip(ctx._listed("do", do), ranks, strict=True)]
     dfinals = [
@@ -93,13 +97,7 @@ def backward(
             for view, x, *rest in zip(ctx._views, ranks, dos, dfinals, kept, strict=True)
         ]
     )
-    operands = zip(*(ctx._listed("", t) for t in (q, k, v, g, beta)), strict=True)
-    return ctx._unlisted(
-        [
-            Gradients(*(_shaped(grad, t) for grad, t in zip(grads, given, strict=False)), *grads[len(given) :])
-            for grads, given in zip(done, operands, strict=True)
-        ]
-    )
+    return ctx._unlisted([grads.like(x) for grads, x in zip(done, given, strict=True)])
 
 
 def _options(ctx: Context, **given: Any) -> Options:
@@ -111,8 +109,3 @@ def _options(ctx: Context, **given: Any) -> Options:
                 f"{name} is for checkpoints under autograd: deltaspan.forward and backward take 'auto', got {value!r}"
             )
     return options
-
-
-def _shaped(grad: Tensor, like: Tensor) -> Tensor:
-    """With the batch axis of its operand, as a view."""
-    return grad.unsqueeze(0) if like.dim() > grad.dim() else grad

@@ -18,47 +18,61 @@ from deltaspan.op.view import RankView
 class Forward(NamedTuple):
     o: Tensor | None  # [T, HV, V]
     final_state: Tensor | None  # [N, HV, K, V]
-    saved: Saved  # all that a backward may want; what of it is kept is the caller's to say
+    saved: Saved | None  # all that a backward may want; what of it is kept is the caller's to say
     tape: tuple[Tensor, ...]  # what the backward reads again of the stages
 
 
 def forward_program(
-    ctx: Context, view: RankView, x: Operands, options: Options, entered: Saved | None = None, output: bool = True
+    ctx: Context,
+    view: RankView,
+    tier: Any,
+    x: Operands,
+    options: Options,
+    entered: Saved | None = None,
+    *,
+    output: bool = True,
+    keeps: bool = True,
 ) -> Program[Forward]:
     """One rank's forward; all ranks of the group run theirs.
 
     entered: what an earlier run of the same forward kept, which then is not exchanged again.
-    Without `output` o is None.
+    Without `output` o is None; without `keeps`, for a run that nobody will lead back, `saved` may be.
     """
-    tier = stages(ctx, x, options)
     cut = ctx._cut(view, x.v.shape[1], options.segments)
     tape = prepare(tier, view, x, options)
     if entered is None:
-        entry, saved = yield from enter(tier, ctx, view, cut, x, options, tape)
+        entry, saved = yield from enter(tier, ctx, view, cut, x, options, tape, keeps=keeps)
     else:
         entry, saved = entry_states(cut, x, entered), entered
     o, exit, states = tier.walk(tape, cut.every, entry, output=output, exits=options.output_final_state)
     final = final_states(view, cut, x, exit, ctx.part.num_documents) if options.output_final_state else None
-    return Forward(o, final, saved, tier.keep(tape, states))
+    return Forward(o, final, saved, tier.keep(tape, states) if keeps else ())
 
 
 def enter(
-    tier: Any, ctx: Context, view: RankView, cut: Segments, x: Operands, options: Options, tape: Any
-) -> Program[tuple[Tensor, Saved]]:
-    """The true entry state of every segment, [S, HV, K, V], and what the exchange's way back needs."""
+    tier: Any, ctx: Context, view: RankView, cut: Segments, x: Operands, options: Options, tape: Any,
+    *, keeps: bool = True,
+) -> Program[tuple[Tensor, Saved | None]]:  # fmt: skip
+    """The true entry state of every segment, [S, HV, K, V], and what the exchange's way back needs, if anybody does."""
     entry = start_states(cut, x)
+    if not cut.linked:
+        nothing = entry.new_empty(0, *entry.shape[1:])
+        maps = nothing.new_empty(0, x.v.shape[1], x.k.shape[2], x.k.shape[2])
+        return entry, Saved(ctx, view.rank, options, shapes(x), nothing, maps, nothing) if keeps else None
     M, b = tier.summary(tape, cut.left, entry)
     folded = fold(tier, cut.forward, M, b)
     whole = folded.last_maps, folded.last_offsets
-    arrived, kept = yield from carry_states(options.exchange, view.seams, tier, *whole, common(x, options))
-    entry[cut.entered_slots] = entered = spread(tier, cut.forward, folded, arrived)
-    return entry, Saved(ctx, view.rank, options, shapes(x), entered, M[cut.bridges], kept)
+    arrived, kept = yield from carry_states(options.exchange, view.seams, tier, *whole, common(view, x, options))
+    entered = spread(tier, cut.forward, folded, arrived)
+    entry.index_copy_(0, cut.entered_slots, entered)
+    return entry, Saved(ctx, view.rank, options, shapes(x), entered, M[cut.bridges], kept) if keeps else None
 
 
 def entry_states(cut: Segments, x: Operands, saved: Saved) -> Tensor:
     """The same states from those that were kept."""
     entry = start_states(cut, x)
-    entry[cut.entered_slots] = saved.entry
+    if cut.linked:
+        entry.index_copy_(0, cut.entered_slots, saved.entry)
     return entry
 
 
@@ -77,8 +91,11 @@ def raw(x: Operands, options: Options) -> Raw:
     return Raw(options.use_qk_l2norm_in_kernel, x.A_log, x.dt_bias, options.use_beta_sigmoid_in_kernel, largest)
 
 
-def common(x: Operands, options: Options) -> str:
-    """What the ranks of a group must have in common beside the shapes of states, for none would notice by itself."""
+def common(view: RankView, x: Operands, options: Options) -> str:
+    """What the ranks of a group must have in common beside the shapes of states, for none would notice by itself; empty
+    where nothing crosses."""
+    if view.seams.none:
+        return ""
     given = "no initial state" if x.initial_state is None else "an initial state"
     heads = f"{x.v.shape[1]} heads of {x.q.dtype}".replace("torch.", "")
     named = ("scale", "unit_keys", "save_transfer")

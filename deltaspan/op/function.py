@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltaspan.op.arguments import Shards, batched, operands_of, options_of
+from deltaspan.op.arguments import Shards, as_autocast, batched, given_to, operands_of, options_of
 from deltaspan.op.backward import backward_program
 from deltaspan.op.context import Context
-from deltaspan.op.forward import forward_program, stages
+from deltaspan.op.forward import Forward, forward_program, stages
 from deltaspan.op.keeping import Keeping
-from deltaspan.op.operands import Operands
+from deltaspan.op.operands import Operands, squeeze, without_batch
 from deltaspan.op.options import Options
 from deltaspan.op.recompute import RULE, RecomputeHandle, Region, check_handle, surrounding, taken, unread
 from deltaspan.op.saved import check_saved
@@ -107,13 +107,57 @@ def chunk_gated_delta_rule(
         reuse_recompute_tapes=reuse_recompute_tapes, recompute_output=recompute_output, workspace=workspace,
     )  # fmt: skip
     check_handle(recompute_handle, options.keeps)
-    ranks = operands_of(ctx, options, q, k, v, g, beta, initial_state, A_log, dt_bias, autocast=True)
-    flat = [anchor(ctx), *(t for x in ranks for t in x)]
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in flat)
-    stages(ctx, ranks[0], options)
-    results = _GatedDeltaRule.apply(ctx, options, recompute_handle, surrounding() if recorded else None, *flat)
-    o, final = results[: len(ranks)], results[len(ranks) :]
-    return batched(ctx, o, q), (ctx._unlisted(final) if output_final_state else None)
+    q, k, v = (as_autocast(x, ctx.device) for x in (q, k, v))
+    given = given_to(ctx, q, k, v, g, beta, initial_state, A_log, dt_bias)
+    with torch.no_grad():  # batch axes are taken off for the node, which leads back to what was given
+        ranks = operands_of(ctx, options, given)
+    tier = stages(ctx, ranks[0], options)
+    recorded = torch.is_grad_enabled() and (ctx.part.world_size > 1 or any(_wants_gradient(x) for x in given))
+    if recorded or _transformed():
+        region = surrounding() if recorded else None
+        flat = [anchor(ctx), *(t for x in given for t in x)]
+        results = _GatedDeltaRule.apply(ctx, tier, options, recompute_handle, region, ranks, *flat)
+        o, final = results[: len(ranks)], results[len(ranks) :]
+    else:
+        done = _run(ctx, tier, options, recompute_handle, ranks, keeps=False)
+        o, final = zip(*(f[:2] for f in done), strict=True)
+        o = batched(o, given)
+    return ctx._unlisted(o), (ctx._unlisted(final) if output_final_state else None)
+
+
+def _wants_gradient(x: Operands) -> bool:
+    return any([t is not None and t.requires_grad for t in x])
+
+
+def _transformed() -> bool:
+    """Whether operands may carry derivatives that no gradient mode tells of, which the node then refuses."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def _run(
+    ctx: Context,
+    tier: Any,
+    options: Options,
+    handle: RecomputeHandle | None,
+    ranks: Sequence[Operands],
+    *,
+    output: bool = True,
+    keeps: bool = True,
+) -> list[Forward]:
+    """The forwards of all ranks that run here, and what a handle is told of them, or tells of an earlier run."""
+    entered = handle.find(RULE) if handle is not None else None
+    for saved, view, x in zip(entered or (), ctx._views, ranks, strict=False):
+        check_saved(saved, ctx, view.rank, options, x, argument="recompute_handle")
+    asked = handle is not None and entered is None
+    done = ctx._transport.run(
+        [
+            forward_program(ctx, view, tier, x, options, kept, output=output, keeps=keeps or asked)
+            for view, x, kept in zip(ctx._views, ranks, entered or [None] * len(ranks), strict=True)
+        ]
+    )
+    if asked:
+        handle.entries[RULE] = [f.saved.of_mode(options).sealed() for f in done]
+    return done
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -123,53 +167,44 @@ class _GatedDeltaRule(torch.autograd.Function):
     def forward(
         fn: Any,
         ctx: Context,
+        tier: Any,
         options: Options,
         handle: RecomputeHandle | None,
         region: Region | None,
+        ranks: list[Operands],
         anchor: Tensor,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """region: None also if no node will be recorded, for then nothing is saved."""
-        ranks = _by_rank(flat)
-        entered = handle.find(RULE) if handle is not None else None
-        for saved, view, x in zip(entered or (), ctx._views, ranks, strict=False):
-            check_saved(saved, ctx, view.rank, options, x, argument="recompute_handle")
-        keeping = Keeping.of(options, region, flat, len(ranks), stages(ctx, ranks[0], options).KEPT_TENSORS)
-        done = ctx._transport.run(
-            [
-                forward_program(ctx, view, x, options, kept, output=keeping.output)
-                for view, x, kept in zip(ctx._views, ranks, entered or [None] * len(ranks), strict=True)
-            ]
-        )
-        if handle is not None and entered is None:
-            handle.entries[RULE] = [f.saved.of_mode(options).sealed() for f in done]
+        """ranks: the operands without their batch axes; flat: as they were given."""
+        keeping = Keeping.of(options, region, flat, len(ranks), tier.KEPT_TENSORS)
+        done = _run(ctx, tier, options, handle, ranks, output=keeping.output)
         fn.context, fn.options, fn.given, fn.keeping = ctx, options, len(flat), keeping
         fn.templates = [f.saved.with_tensors((), ()) for f in done]
         fn.save_for_backward(*flat, *keeping.tensors(options, done))
         fn.set_materialize_grads(False)
         outputs = [unread(x.v) if f.o is None else f.o for f, x in zip(done, ranks, strict=True)]
-        return *outputs, *(f.final_state for f in done if f.final_state is not None)
+        return *batched(outputs, _by_rank(flat)), *(f.final_state for f in done if f.final_state is not None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     @any_state_crosses
     def backward(fn: Any, *grads: Tensor | None) -> tuple:
         ctx, tensors = fn.context, taken(fn)
-        ranks, kept = _by_rank(tensors[: fn.given]), fn.keeping.restore(fn.templates, tensors[fn.given :])
+        given, kept = _by_rank(tensors[: fn.given]), fn.keeping.restore(fn.templates, tensors[fn.given :])
         del tensors
-        W = len(ranks)
+        ranks, W = [*map(without_batch, given)], len(given)
         done = ctx._transport.run(
             [
                 backward_program(
                     ctx, view, x, fn.options,
-                    torch.zeros_like(x.v) if grads[i] is None else grads[i],
+                    torch.zeros_like(x.v) if grads[i] is None else squeeze(grads[i], "o's gradient", 3),
                     grads[W + i] if fn.options.output_final_state else None,
                     kept.pop(0),
                 )
                 for i, (view, x) in enumerate(zip(ctx._views, ranks, strict=True))
             ]
         )  # fmt: skip
-        return None, None, None, None, None, *(grad for g in done for grad in g)
+        return *[None] * 7, *(grad for g, x in zip(done, given, strict=True) for grad in g.like(x))
 
 
 def _by_rank(flat: Sequence[Tensor | None]) -> list[Operands]:

@@ -55,27 +55,35 @@ class Operands(NamedTuple):
         return count, self.v.shape[1], self.k.shape[2], self.v.shape[2]
 
 
+NAMES = Operands._fields
+REQUIRED = NAMES[:5]
+
+
 def squeeze(x: Tensor, name: str, dims: int) -> Tensor:
     """Takes off the leading batch axis of 1, which may be left out.
 
     Raises:
         ValueError: another number of axes, or a batch of more than one.
     """
-    if x.dim() == dims + 1 and x.shape[0] != 1:
+    more = x.dim() - dims
+    if more == 1 and x.shape[0] != 1:
         raise ValueError(f"{name} must have a batch of 1, its documents packed end to end; got shape {tuple(x.shape)}")
-    if x.dim() not in (dims, dims + 1):
+    if more not in (0, 1):
         raise ValueError(
             f"{name} must have {dims} axes and may have a batch axis of 1 before them; got shape {tuple(x.shape)}"
         )
-    return x.squeeze(0) if x.dim() == dims + 1 else x
+    return x.squeeze(0) if more else x
+
+
+def without_batch(given: Operands) -> Operands:
+    """The same, each of the first five without the batch axis that it may have. Raises as `squeeze`."""
+    return Operands(*map(squeeze, given, REQUIRED, (3, 3, 3, 2, 2)), *given[len(REQUIRED) :])
 
 
 def check_operands(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, A_log: Tensor | None,
-    dt_bias: Tensor | None, *, raw_g: bool, raw_beta: bool, tokens: int, padded: bool, documents: int,
-    device: torch.device,
-) -> Operands:  # fmt: skip
-    """One rank's operands as `Operands`.
+    given: Operands, *, raw_g: bool, raw_beta: bool, tokens: int, padded: bool, documents: int, device: torch.device
+) -> Operands:
+    """One rank's operands without batch axes.
 
     raw_g, raw_beta: they come from projections, and may have the operands' type.
     tokens: the rank's own; with `padded` the buffer may be longer.
@@ -84,22 +92,18 @@ def check_operands(
         TypeError: an operand that is no tensor.
         ValueError: shapes, types or devices that do not fit, naming the operand, what it is and what it must be.
     """
-    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    further = {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias}
-    named |= {name: x for name, x in further.items() if x is not None}
-    for name, x in named.items():
-        check_tensor(name, x, device)
-    q, k, v = (squeeze(x, name, 3) for name, x in (("q", q), ("k", k), ("v", v)))
-    g, beta = (squeeze(x, name, 2) for name, x in (("g", g), ("beta", beta)))
-    x = Operands(q, k, v, g, beta, initial_state, A_log, dt_bias)
-    found = tuple(None if t is None else (t.shape, t.dtype) for t in x)
-    _check_fit(found, raw_g=raw_g, raw_beta=raw_beta, tokens=tokens, padded=padded, documents=documents)
+    for name, x in zip(NAMES, given, strict=True):
+        if x is not None or name in REQUIRED:
+            check_tensor(name, x, device)
+    x = without_batch(given)
+    found = tuple([None if t is None else (t.shape, t.dtype) for t in x])
+    _check_fit(found, raw_g, raw_beta, tokens, padded, documents)
     return x
 
 
 @lru_cache(maxsize=1024)  # layers are called with the same shapes again and again
 def _check_fit(
-    found: tuple[tuple[torch.Size, torch.dtype] | None, ...], *, raw_g: bool, raw_beta: bool, tokens: int, padded: bool,
+    found: tuple[tuple[torch.Size, torch.dtype] | None, ...], raw_g: bool, raw_beta: bool, tokens: int, padded: bool,
     documents: int,
 ) -> None:  # fmt: skip
     """Shapes and types of operands, in their order, beside each other."""

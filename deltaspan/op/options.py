@@ -116,7 +116,7 @@ def check_segments(segments: int | None, part: Partition) -> None:
     """Raises ValueError if `segments` asks for more than the chunks of the longest fragment of any rank, or than 64."""
     if segments is None or segments == 1:
         return
-    chunks = -(-int(part.table.length.max(initial=0)) // CHUNK)
+    chunks = -(-part.longest // CHUNK)
     most = max(1, min(MOST_SEGMENTS, chunks))
     if segments > most:
         raise ValueError(f"segments must be at most {most} (chunks of the longest fragment: {chunks}), got {segments}")

@@ -40,12 +40,13 @@ class Saved:
         """What is kept of it, and of what the stages left. Without save_transfer maps are formed again in the backward,
         and sent again where others compose them."""
         maps, kept = (self.maps, self.kept) if options.save_transfer else (None, None)
-        return replace(self, maps=maps, kept=kept, tape=tape if options.save_mode == "full" else ())
+        tape = tape if options.save_mode == "full" else ()
+        return Saved(self.context, self.rank, self.options, self.shapes, self.entry, maps, kept, tape)
 
     def with_tensors(self, boundary: tuple[Tensor, ...], tape: tuple[Tensor, ...]) -> "Saved":
         """The same with other tensors, or with none."""
         entry, maps, kept = (*boundary, None, None, None)[:3]
-        return replace(self, entry=entry, maps=maps, kept=kept, tape=tape)
+        return Saved(self.context, self.rank, self.options, self.shapes, entry, maps, kept, tape)
 
     def __deepcopy__(self, memo: dict) -> "Saved":
         return self

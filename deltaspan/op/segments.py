@@ -28,6 +28,7 @@ class Segments:
     last_docs: Tensor
     forward: Passage[Tensor]
     backward: Passage[Tensor]
+    linked: bool  # whether state passes from any segment of the group to another
 
 
 def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:
@@ -57,6 +58,7 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:
     halves = {name: in_halves(w.count.tolist(), hv, sm_count) for name, w in walks.items()}
     return Segments(
         count=len(table.first),
+        linked=bool(ways[0].chains.steps) or not view.seams.none,
         **{name: take() for name in arrays},
         **{
             name: Runs(take(), take(), take(), take(), take(), take().int(), w.active, halves[name])

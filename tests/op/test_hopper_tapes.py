@@ -166,12 +166,12 @@ def step_bytes(T: int, H: int, HV: int, chunks: int, segments: int, slabs: int) 
     """docs/memory.md: the most that a step in a checkpoint holds at once, beyond its operands and do."""
     results = T * (2 * 256 * HV + 2 * 256 * H + 2 * 4 * HV)  # o, dq, dk, dv, dg, dbeta
     prepared = chunks * (HV * (64 * 64 * 2 + 64 * 4 + 4) + 4 * H)
-    slab = chunks * HV * 2 * 128 * 128 * 2 + T * (256 * HV + 2 * 256 * H + 3 * 4 * HV)  # S, D; gradients and beta
-    states = (
-        segments * 4 * HV * 128 * 128
-    )  # where segments are entered, and both ends of the adjoint; of a slab one end
+    walked = chunks * HV * 2 * 128 * 128 * 2  # S, D
+    states = segments * 4 * HV * 128 * 128  # where segments are entered, and the adjoint's at both ends; of a slab one
+    if slabs == 1:
+        return results + prepared + 3 * states + walked
     largest = -(-H // slabs)  # of heads
-    return results + prepared + 3 * states + (slab + states) * largest // H
+    return results + prepared + 3 * states + (walked + states) * largest // H
 
 
 @pytest.mark.parametrize(

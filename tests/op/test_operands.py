@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import deltaspan as ds
 from tests.helpers import same_bits
@@ -202,3 +203,12 @@ def test_no_tokens_on_any_rank(rng: torch.Generator, cu_seqlens: list[int], worl
         for name, expected in (("final_state", pack.initial_state), ("dinitial_state", pack.dfinal_state)):
             assert name not in found or same_bits(found[name], expected)
     assert [x.shape for x in ctx.unshard(ctx.shard(pack.x), total=2)] == [(1, 2, 6)] * world_size
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_forward_mode_derivatives_are_refused_rather_than_dropped(rng: torch.Generator, recorded: bool) -> None:
+    """No gradient mode tells of them, so they are there where no node would be wanted."""
+    ctx = ds.build_context(ds.partition([0, 5], 1), device="cpu")
+    q, k, v = (torch.randn(1, 5, 1, 4, generator=rng) for _ in range(3))
+    with forward_ad.dual_level(), torch.set_grad_enabled(recorded), pytest.raises(NotImplementedError, match="jvp"):
+        ds.chunk_gated_delta_rule(forward_ad.make_dual(q, q), k / 4, v, -q[..., 0].abs(), q[..., 0].sigmoid(), ctx)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind, late
 from deltaspan.kernels.hopper.gluon import (
+    Tilings,
     barrier,
     exp2,
     fence_async_shared,
@@ -36,7 +37,6 @@ from deltaspan.kernels.hopper.gluon import (
     launch,
     load_tile,
     mbarrier,
-    row_tiles,
     store_tile,
     store_wait,
     tiles,
@@ -276,24 +276,25 @@ def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
 
 def adjoint(
     q: Tensor, k: Tensor, do: Tensor, made: Prepared, leaving: Tensor, segments: Tensor, scale: float,
-    *, states: bool, halves: bool = False,
+    *, states: bool, halves: bool = False, tilings: Tilings | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launches the kernel; q, k [T, H, 128], do [T, HV, 128] bf16, rows of any pitch; leaving [S, HV, K, V] fp32, the
     adjoint of exit states; segments as the kernel has them; programs on halves of V or on all of it.
 
     Returns the adjoint of entry states [n, HV, K, V], and with `states` D at the end of every chunk [NC, HV, V, K]
-    bf16, transposed. Without, the walk begins where the entry state begins to feel it.
+    bf16, transposed. Without, the walk begins where the entry state begins to feel it. tilings: as for the forward.
     """
-    H, (HV, NC) = k.shape[1], made.reach.shape
     A, G, broken, reach, lengths = made
+    n, H, (HV, NC) = segments.shape[0], k.shape[1], reach.shape
     assert lengths is None, "the walk takes ready q and k"
-    entering = leaving.new_empty(len(segments), *leaving.shape[1:])
+    entering = leaving.new_empty(n, *leaving.shape[1:])
     written = do.new_empty(NC, HV, 128, 128) if states else None
-    if len(segments):
-        A_tiles = tiles(A, 64, 64, 64)
+    if n:
+        shared = Tilings() if tilings is None else tilings
+        A_tiles = shared.of(A, 64, 64, 64)
         launch(
-            adjoint_kernel, (len(segments) * HV * (1 + halves),), row_tiles(q), row_tiles(k),
-            row_tiles(do, 64 if halves else 128), A_tiles, tiles(G, 64, 1, 64),
+            adjoint_kernel, (n * HV * (1 + halves),), shared.rows(q), shared.rows(k),
+            shared.rows(do, 64 if halves else 128), A_tiles, shared.of(G, 64, 1, 64),
             A_tiles if written is None else tiles(written, 128, 64, 128), leaving, entering, broken, reach, segments,
             NC, math.log2(scale), H=H, GROUP=HV // H, HALVES=halves, STATES=states, num_warps=4, **LAUNCH,
         )  # fmt: skip

@@ -32,6 +32,7 @@ import math
 from torch import Tensor
 
 from deltaspan.kernels.hopper.gluon import (
+    Tilings,
     add,
     barrier,
     exp2,
@@ -41,7 +42,6 @@ from deltaspan.kernels.hopper.gluon import (
     launch,
     load_tile,
     mbarrier,
-    row_tiles,
     store_tile,
     store_wait,
     tiles,
@@ -391,25 +391,27 @@ def chunks_felt(reach, n, FROM_START: gl.constexpr = False):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, made: Prepared, entry: Tensor, segments: Tensor, scale: float,
     *, output: bool = True, states: bool = False, exits: bool = True, halves: bool = False,
+    tilings: Tilings | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16, rows of any pitch; entry [S, HV, K, V] fp32; segments
     as the kernel has them; programs on halves of V or on all of it; raw q and k if `made` is of such. Returns o like v,
     dense, the exit states [n, HV, K, V], and, in place of o, the state at the start of every chunk [NC, HV, V, K] bf16,
     transposed; None of what is not asked for.
 
-    For exit states alone the walk begins where they begin to feel it.
+    For exit states alone the walk begins where they begin to feel it. tilings: of what launches before this one read.
     """
     assert not (output and states), "both do not fit into shared memory"
-    H, HV, NC = k.shape[1], v.shape[1], made.A.shape[1]
     A, G, broken, reach, lengths = made
+    n, H, (HV, NC) = segments.shape[0], k.shape[1], reach.shape
     o = v.new_empty(v.shape) if output else v
-    exit = entry.new_empty(len(segments), *entry.shape[1:]) if exits else entry
+    exit = entry.new_empty(n, *entry.shape[1:]) if exits else entry
     written = v.new_empty(NC, HV, 128, 128) if states else None
-    if len(segments):
-        A_tiles = tiles(A, 64, 64, 64)
+    if n:
+        shared = Tilings() if tilings is None else tilings
+        A_tiles = shared.of(A, 64, 64, 64)
         launch(
-            forward_kernel, (len(segments) * HV * (1 + halves),), row_tiles(q), row_tiles(k),
-            row_tiles(v, 64 if halves else 128), A_tiles, tiles(G, 64, 1, 64),
+            forward_kernel, (n * HV * (1 + halves),), shared.rows(q), shared.rows(k),
+            shared.rows(v, 64 if halves else 128), A_tiles, shared.of(G, 64, 1, 64),
             tiles(o, HV * 128, 64, 64) if output else A_tiles, tiles(written, 128, 64, 128) if states else A_tiles, o,
             entry, exit, broken, reach, lengths, segments, NC, scale, math.log2(scale), H=H, GROUP=HV // H,
             L2NORM=lengths is not None, HALVES=halves, OUTPUT=output, STATES=states, EXIT=exits, num_warps=4, **LAUNCH,

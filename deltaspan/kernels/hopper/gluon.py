@@ -3,8 +3,9 @@
 Written for Gluon as Triton 3.6 to 3.9 have it, an interface that Triton calls experimental.
 """
 
-from contextlib import nullcontext
-from functools import lru_cache
+from copy import copy
+from functools import lru_cache, partial
+from inspect import getclosurevars, isfunction, signature
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ def default_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMAShared
 class Tiles(TensorDescriptor):
     """A descriptor that is not checked anew for every launch: what it must be, ours are by how they are made."""
 
+    passed: list[Any] | None = None  # as the device takes it, once a launch has made that of it
+
     def __post_init__(self) -> None:
         pass
 
@@ -94,36 +97,113 @@ def row_tiles(x: Tensor, width: int = 128) -> Tiles:
     return Tiles(x, [T, heads * D], [x.stride(0), 1], [64, width], default_layout((64, width), x.dtype))
 
 
+class Tilings(dict[tuple, tuple[Tensor, Tiles]]):
+    """The tiles of one tape's tensors: launches that read the same ones share what is made of them.
+
+    By the tensor's id, which is nobody else's while it is held here.
+    """
+
+    def of(self, x: Tensor, row: int, *block: int) -> Tiles:
+        return (self.get(key := (id(x), row, block)) or self.setdefault(key, (x, tiles(x, row, *block))))[1]
+
+    def rows(self, x: Tensor, width: int = 128) -> Tiles:
+        return (self.get(key := (id(x), width)) or self.setdefault(key, (x, row_tiles(x, width))))[1]
+
+
 def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> None:
-    """kernel[programs](*arguments, **constants) on the device of its tensors, in a fifth of the time on the host.
+    """kernel[programs](*arguments, **constants) on the device of its tensors, in a tenth of the time on the host.
 
     Triton finds the compiled kernel anew in each call, by all that it might depend on. Here that is what our kernels
     are told apart by: types and alignments of tensors, None in place of one, what Triton distinguishes of integers, and
     constants.
     """
     device = next(x.device for x in arguments if isinstance(x, Tensor))
-    key = (id(kernel), device, *map(_kind, arguments), *constants.values())
-    here = device.type == "cpu" or device.index == torch.cuda.current_device()
-    with nullcontext() if here else torch.cuda.device(device):
-        if (ready := _READY.get(key)) is None:
-            compiled = kernel.warmup(*arguments, grid=programs, num_warps=num_warps, **constants, **COMPILED_WITH)
-            last = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-            ready = _READY[key] = compiled, last, kernel  # which has to live as long as its id stands here
-        compiled, last, _ = ready
-        compiled[(*programs, 1, 1)[:3]](*arguments, *last)
+    if device.type != "cpu" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, programs, *arguments, num_warps=num_warps, **constants)
+        return
+    passed = list(arguments)  # pointers as numbers
+    key: list[Any] = [id(kernel), device, *constants.values()]
+    for place, x in enumerate(arguments):
+        if isinstance(x, Tensor):
+            passed[place] = address = x.data_ptr()
+            key.append(x.dtype if address % 16 == 0 else (x.dtype,))
+        else:
+            key.append(_kind_of_integer(x) if type(x) is int else type(x))
+    if (ready := _READY.get(found := tuple(key))) is None:
+        compiled = kernel.warmup(*arguments, grid=programs, num_warps=num_warps, **constants, **COMPILED_WITH)
+        last = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+        ready = _READY[found] = Ready(kernel, compiled, last)
+    ready((*programs, 1, 1)[:3], device.index, arguments, passed)
 
 
-_READY: dict[tuple, tuple[Any, tuple, Any]] = {}
+_READY: dict[tuple, "Ready"] = {}
 
 
-def _kind(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    return (x == 1, x % 16 == 0, x < 2**31) if isinstance(x, int) else type(x)
+@lru_cache(maxsize=4096)
+def _kind_of_integer(x: int) -> tuple[bool, bool, bool]:
+    return x == 1, x % 16 == 0, x < 2**31
+
+
+class Ready:
+    """A compiled kernel, on the device where it is loaded, and its constants.
+
+    Triton's launcher encodes all descriptors, asks the driver about all pointers and calls two chains of hooks, in
+    every launch. Within it stands one that takes what is encoded, and pointers as numbers: where it is found, and
+    nobody has set a hook, it is launched by that one, with what descriptors remember of earlier launches.
+    """
+
+    def __init__(self, kernel: Any, compiled: Any, constants: list[Any]) -> None:
+        self.kernel = kernel  # which has to live as long as its id stands in a key
+        self.compiled, self.constants = compiled, constants
+        self.run = self._inner() if hasattr(compiled, "run") else None  # the emulator has none
+
+    def __call__(self, grid: tuple[int, ...], device: int | None, arguments: tuple, passed: list[Any]) -> None:
+        if self.run is None or _hooked():
+            self.compiled[grid](*arguments, *self.constants)
+            return
+        encoded = 0
+        for place, how in self.descriptors:
+            x = arguments[place]
+            if x.passed is None:
+                x.passed = self.encode(x, how)
+            place += encoded
+            passed[place : place + 1] = x.passed
+            encoded += len(x.passed) - 1
+        self.run(*grid, self.stream(device), self.function, self.metadata, None, None, None, *passed, *self.constants)
+
+    def _inner(self) -> Any:
+        """The launcher with the inner one in place of that which encodes; None for another Triton's."""
+        try:
+            from triton.backends.nvidia.driver import make_tensordesc_arg
+        except ImportError:
+            return None
+        run = copy(self.compiled.run)
+        kinds = [str(kind) for kind in self.compiled.src.signature.values()]
+        places = [i for i, kind in enumerate(kinds) if kind.startswith("tensordesc")]
+        how = getattr(self.compiled.metadata, "tensordesc_meta", None) or ()
+        if places:
+            within = getclosurevars(run.launch).nonlocals if isfunction(run.launch) else {}
+            run.launch = within.get("launcher")
+        if len(how) != len(places) or not callable(run.launch):
+            return None
+        self.descriptors = list(zip(places, how, strict=True))
+        more = list(signature(make_tensordesc_arg).parameters)[2:]  # one after Triton 3.6, which needs no value
+        self.encode = partial(make_tensordesc_arg, **dict.fromkeys(more)) if more else make_tensordesc_arg
+        self.stream = triton.runtime.driver.active.get_current_stream
+        self.function, self.metadata = self.compiled.function, self.compiled.packed_metadata
+        return run
+
+
+def _hooked() -> bool:
+    """Whether somebody, such as a profiler, wants to be called around launches."""
+    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 __all__ = [
     "COMPILED_WITH",
+    "Tilings",
     "add",
     "barrier",
     "default_layout",

@@ -414,9 +414,9 @@ def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor, *, q: Tensor | None
     """Launches the kernel; k [T, H, 128] bf16, rows a multiple of 16 bytes apart; g and beta [T, HV] fp32 or bf16;
     chunks [NC, 2] int32: first token and tokens of each. q like k, read if they are raw; A_log and dt_bias [HV] fp32.
     """
-    NC, H, HV = len(chunks), k.shape[1], g.shape[1]
-    empty = partial(torch.empty, dtype=torch.float32, device=k.device)
-    A, broken = k.new_empty(HV, NC, 64, 64), empty(H, NC, dtype=torch.int32)
+    NC, H, HV = chunks.shape[0], k.shape[1], g.shape[1]
+    empty = partial(k.new_empty, dtype=torch.float32)
+    A, broken = k.new_empty(HV, NC, 64, 64), k.new_empty(H, NC, dtype=torch.int32)
     lengths = empty(H, NC, 2, 64) if raw.l2norm else None
     made = Prepared(A, empty(HV, NC, 64), broken, empty(HV, NC), lengths)
     if NC:

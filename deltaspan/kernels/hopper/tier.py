@@ -18,6 +18,7 @@ from deltaspan.kernels.hopper.adjoint import adjoint as walked_back
 from deltaspan.kernels.hopper.compose import chain, merge
 from deltaspan.kernels.hopper.conv import convolve
 from deltaspan.kernels.hopper.forward import forward
+from deltaspan.kernels.hopper.gluon import Tilings
 from deltaspan.kernels.hopper.gradients import gradients as of_chunks
 from deltaspan.kernels.hopper.prep import Prepared
 from deltaspan.kernels.hopper.prep import prep as prepared
@@ -72,6 +73,7 @@ class Tape(NamedTuple):
     grid: Grid
     scale: float
     raw: Raw
+    tilings: Tilings  # of these tensors and of do
 
 
 class Entered(NamedTuple):
@@ -98,7 +100,7 @@ def prep(
     assert unit_keys, "select refuses other keys"
     (q, k, v, g, beta), raw = _as_read(q, k, v, g, beta, raw)
     made = prepared(k, g, beta, grid.table, q=q, raw=raw)
-    return Tape(q, k, v, g, beta, made, grid, scale, raw)
+    return Tape(q, k, v, g, beta, made, grid, scale, raw, Tilings())
 
 
 def summary(tape: Tape, runs: Runs, entry: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +127,7 @@ def walk(
     if output or exits:
         o, exit, _ = _walked(tape, runs, entry, output=output, exits=exits)
     if o is not None:
-        o[tape.grid.tokens :] = 0
+        _clear_behind(tape.grid, o)
     return o, exit, Entered(runs, entry)
 
 
@@ -173,17 +175,22 @@ def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) ->
     dA_log and ddt_bias [HV] fp32 or None, of the operands as they were given. By slabs of key heads, with the same bits
     for any."""
     t, raw = adjoint.tape, adjoint.raw
-    dq, dk, dv = (x.new_empty(x.shape) for x in (t.q, t.k, t.v))
-    entering, dg, dbeta = (leaving.new_empty(x.shape) for x in (leaving, t.beta, t.beta))
     H, HV = t.q.shape[1], t.v.shape[1]
-    n = _slabs(H, len(runs.table) * HV, _multiprocessors(t.q.device))
-    for i in range(n):
-        keys = slice(i * H // n, (i + 1) * H // n)
-        values = slice(keys.start * (HV // H), keys.stop * (HV // H))
-        found = dq[:, keys], dk[:, keys], *(x[:, values] for x in (dv, dg, dbeta, entering))
-        _pull_back(_of_heads(adjoint, keys, values), runs, states.entry[:, values], leaving[:, values], found)
-    for x in (dq, dk, dv, dg, dbeta):
-        x[t.grid.tokens :] = 0
+    n = _slabs(H, runs.table.shape[0] * HV, _multiprocessors(t.q.device))
+    found = dq, dk, dv, dg, dbeta = (
+        *(x.new_empty(x.shape) for x in (t.q, t.k, t.v)), *(leaving.new_empty(t.beta.shape) for _ in range(2)),
+    )  # fmt: skip
+    if n == 1:
+        entering = _pull_back(adjoint, runs, states.entry, leaving, found)
+    else:
+        entering = leaving.new_empty(leaving.shape)
+        for i in range(n):
+            keys = slice(i * H // n, (i + 1) * H // n)
+            values = slice(keys.start * (HV // H), keys.stop * (HV // H))
+            places = *(x[:, keys] for x in (dq, dk)), *(x[:, values] for x in (dv, dg, dbeta))
+            slab = _of_heads(adjoint, keys, values), runs, states.entry[:, values], leaving[:, values]
+            entering[:, values] = _pull_back(*slab, places)
+    _clear_behind(t.grid, *found)
     if raw.l2norm:
         for x, dx in zip(adjoint.given[:2], (dq, dk), strict=True):
             to_raw_gradient(x[: t.grid.tokens], dx[: t.grid.tokens])
@@ -205,7 +212,8 @@ def restore(
     """The tape of which `keep` has told, with the operands and tables of the forward. States are walked again."""
     *made, lengths = kept
     operands, raw = _as_read(q, k, v, g, beta, raw)
-    return Tape(*operands, Prepared(*made, lengths if raw.l2norm else None), grid, scale, raw), None
+    made = Prepared(*made, lengths if raw.l2norm else None)
+    return Tape(*operands, made, grid, scale, raw, Tilings()), None
 
 
 def kept_bytes(chunks: int, *, H: int, HV: int, K: int, V: int, state_size: int, l2norm: bool) -> int:
@@ -225,34 +233,43 @@ def _of_heads(adjoint: Adjoint, keys: slice, values: slice) -> Adjoint:
     t = adjoint.tape
     made = Prepared(t.made.A[values], t.made.G[values], t.made.broken[keys], t.made.reach[values])
     operands = t.q[:, keys], t.k[:, keys], t.v[:, values], t.g[:, values], t.beta[:, values]
-    return adjoint._replace(tape=Tape(*operands, made, t.grid, t.scale, t.raw), do=adjoint.do[:, values])
+    return adjoint._replace(tape=Tape(*operands, made, t.grid, t.scale, t.raw, Tilings()), do=adjoint.do[:, values])
 
 
-def _pull_back(adjoint: Adjoint, runs: Runs, entry: Tensor, leaving: Tensor, found: tuple[Tensor, ...]) -> None:
-    """Of one slab, into views of the gradients and of the adjoint of entry states, which is the last."""
-    if 2 * len(runs.table) * leaving.shape[1] <= _multiprocessors(leaving.device):
+def _pull_back(adjoint: Adjoint, runs: Runs, entry: Tensor, leaving: Tensor, found: tuple[Tensor, ...]) -> Tensor:
+    """Of one slab, or of all heads: the adjoint of entry states, and gradients to where they are found."""
+    if 2 * runs.table.shape[0] * leaving.shape[1] <= _multiprocessors(leaving.device):
         runs = runs._replace(halves=True)  # twice as many programs run at once
     states = chunk_states(adjoint.tape, runs, entry)
     entering, costates = adjoint_walk(adjoint, runs, leaving)
-    gradients(adjoint, states, costates, found[:-1])
-    found[-1].copy_(entering)
+    gradients(adjoint, states, costates, found)
+    return entering
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, raw: Raw) -> tuple[tuple[Tensor, ...], Raw]:
     """Operands as kernels read them."""
-    raw = raw._replace(**{name: x.contiguous() for name, x in raw._asdict().items() if isinstance(x, Tensor)})
-    return (*(_by_rows(x) for x in (q, k, v)), g.contiguous(), beta.contiguous()), raw
+    if raw.A_log is not None:
+        bias = None if raw.dt_bias is None else raw.dt_bias.contiguous()
+        raw = raw._replace(A_log=raw.A_log.contiguous(), dt_bias=bias)
+    return (_by_rows(q), _by_rows(k), _by_rows(v), g.contiguous(), beta.contiguous()), raw
+
+
+def _clear_behind(grid: Grid, *rows: Tensor) -> None:
+    """What stands behind the rank's own tokens, in a buffer that is longer."""
+    for x in rows:
+        if x.shape[0] > grid.tokens:
+            x[grid.tokens :] = 0
 
 
 def _walked(tape: Tape, runs: Runs, entry: Tensor, **what: bool) -> tuple[Tensor | None, ...]:
     operands = tape.q, tape.k, tape.v, tape.made, entry.contiguous(), runs.table, tape.scale
-    return forward(*operands, halves=runs.halves, **what)
+    return forward(*operands, halves=runs.halves, tilings=tape.tilings, **what)
 
 
 def _walked_back(adjoint: Adjoint, runs: Runs, leaving: Tensor, *, states: bool) -> tuple[Tensor, Tensor | None]:
     tape = adjoint.tape
     operands = tape.q, tape.k, adjoint.do, tape.made, leaving.contiguous(), runs.table, tape.scale
-    return walked_back(*operands, states=states, halves=runs.halves)
+    return walked_back(*operands, states=states, halves=runs.halves, tilings=tape.tilings)
 
 
 @lru_cache
@@ -262,5 +279,6 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _by_rows(x: Tensor) -> Tensor:
     """As it is where the copy engine can read it: heads and channels dense, rows at multiples of 16 bytes."""
-    dense = x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % 8 == 0 and x.stride(0) >= x.shape[1] * x.shape[2]
+    (_, heads, D), (pitch, *inner) = x.shape, x.stride()
+    dense = inner == [D, 1] and pitch % 8 == 0 and pitch >= heads * D
     return x if dense and x.storage_offset() % 8 == 0 else x.contiguous()

@@ -36,14 +36,14 @@ def raw_gradients(
 
     tokens: those that a fragment holds; what stands behind them in a padded buffer is not read.
     """
-    q, k, _, g, beta = (x[:tokens] for x in operands)
+    q, k, _, g, beta = operands
     dA_log = ddt_bias = None
     if raw.l2norm:
-        dq[:tokens], dk[:tokens] = _l2norm_gradient(q, dq[:tokens]), _l2norm_gradient(k, dk[:tokens])
+        dq[:tokens], dk[:tokens] = (_l2norm_gradient(x[:tokens], dx[:tokens]) for x, dx in ((q, dq), (k, dk)))
     if raw.A_log is not None:
-        dg[:tokens], dA_log, ddt_bias = _gate_gradients(g, dg[:tokens], raw)
+        dg[:tokens], dA_log, ddt_bias = _gate_gradients(g[:tokens], dg[:tokens], raw)
     if raw.sigmoid:
-        s = whole_chunks(beta.to(dbeta.dtype)).sigmoid()[:tokens]
+        s = whole_chunks(beta[:tokens].to(dbeta.dtype)).sigmoid()[:tokens]
         dbeta[:tokens] *= raw.largest_beta * s * (1 - s)
     return dq, dk, dg, dbeta, dA_log, ddt_bias
 
