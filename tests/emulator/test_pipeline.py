@@ -39,7 +39,8 @@ def emulated(source: str, k: Tensor, v: Tensor, seed: int) -> tuple[Tensor, Tens
 
 
 def plain(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in torch, with the roundings that pipeline.py states and products of the same shapes."""
+    """The same in torch, with the roundings to bf16 that pipeline.py states and products of the same shapes; its sums are
+    rounded in fp32, where tensor cores cut them."""
     o = torch.full((TOKENS, 64), float("nan"), dtype=torch.bfloat16)
     states = torch.zeros(len(SEGMENTS), 64, 128)
     for S, (first, last) in zip(states, SEGMENTS, strict=True):
@@ -53,13 +54,21 @@ def plain(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return o, states
 
 
-def test_it_equals_plain_torch_to_the_bit_under_every_seed(rng: Generator) -> None:
+def test_it_equals_plain_torch_and_itself_under_every_seed(rng: Generator) -> None:
     k, v = inputs(rng)
     o, states = plain(k, v)
+    inside = ~o.isnan()
     assert float(o[:200].float().abs().max()) > 0.1, "a result of nothing but zeros would prove nothing"
-    for seed in range(8):
-        o_emulated, states_emulated = emulated(SOURCE, k, v, seed)
-        assert same_bits(o_emulated, o) and same_bits(states_emulated, states), f"seed {seed}"
+    first = emulated(SOURCE, k, v, 0)
+    assert same_bits(~first[0].isnan(), inside)
+    # what is cut moves a number over a border of bf16 here and there: far less than all of them rounded once more, 2^-9
+    assert relative(first[0][inside], o[inside]) < 2.0**-9 and relative(first[1], states) < 2.0**-9
+    for seed in range(1, 8):
+        assert all(map(same_bits, emulated(SOURCE, k, v, seed), first)), f"seed {seed}"
+
+
+def relative(found: Tensor, true: Tensor) -> float:
+    return ((found.double() - true.double()).norm() / true.double().norm()).item()
 
 
 WAIT_EMPTY = "            mbarrier.wait(empty.index(s), phase ^ 1)\n"
@@ -123,9 +132,7 @@ def test_a_planted_fault_is_seen(fault: str, seed: int, rng: Generator) -> None:
         with pytest.raises(DeviceFault, match=message):
             emulated(source, k, v, seed)
         return
-    o, states = plain(k, v)
-    o_emulated, states_emulated = emulated(source, k, v, seed)
-    assert not (same_bits(o_emulated, o) and same_bits(states_emulated, states))
+    assert not all(map(same_bits, emulated(source, k, v, seed), emulated(SOURCE, k, v, seed)))
 
 
 def test_a_deadlock_says_who_waits_for_what(rng: Generator) -> None:
