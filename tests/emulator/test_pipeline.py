@@ -39,8 +39,8 @@ def emulated(source: str, k: Tensor, v: Tensor, seed: int) -> tuple[Tensor, Tens
 
 
 def plain(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in torch, with the roundings to bf16 that pipeline.py states and products of the same shapes; but its sums
-    in fp32 are rounded, where tensor cores cut them."""
+    """The same in torch, with the roundings to bf16 that pipeline.py states and products of the same shapes. Sums in
+    fp32 are rounded here; tensor cores cut them."""
     o = torch.full((TOKENS, 64), float("nan"), dtype=torch.bfloat16)
     states = torch.zeros(len(SEGMENTS), 64, 128)
     for S, (first, last) in zip(states, SEGMENTS, strict=True):
