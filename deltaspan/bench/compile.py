@@ -126,8 +126,8 @@ def _gradients(H: int, group: int) -> Case:
         shared=WHOLE,
         instructions=6800,
         spills=260,
-        reason="as the forward, code within 128 KB; partitions of some 160 registers lay by what tails want, formed before "
-        "their loops, under Triton 3.9 also a K S and R",
+        reason="as the forward, code within 128 KB; partitions of some 160 registers lay by what tails want, formed "
+        "before their loops, under Triton 3.9 also a K S and R",
     )
 
 
