@@ -28,7 +28,7 @@ class Segments:
     last_docs: Tensor
     forward: Passage[Tensor]
     backward: Passage[Tensor]
-    linked: bool  # whether state passes from any segment of the group to another
+    linked: bool  # whether state passes between segments of this rank, or between any ranks of the group
 
 
 def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:

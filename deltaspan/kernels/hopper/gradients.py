@@ -62,8 +62,8 @@ from deltaspan.kernels.hopper.gluon import (
 from deltaspan.kernels.hopper.prep import Prepared, away_from_zero
 
 # `of_keys` and `of_queries` each hold dk or dq in 64 registers, Y or dP in 32 and a left operand in 16; `update` two
-# accumulators of 32, and a K S and R in 16 each. All lay addresses by outside their loops. With more for one another
-# lays more by, and where that is `update`, ptxas waits after every product.
+# accumulators of 32, and a K S and R in 16 each. With fewer `of_keys` lays operands by, with more `update` does; with
+# fewer for `of_queries` ptxas waits after every product.
 LAUNCH = {"KEY_REGISTERS": 168, "QUERY_REGISTERS": 160}
 
 CHUNK = gl.constexpr(64)
@@ -265,7 +265,6 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.conste
             barrier()  # others may write there
             mbarrier.arrive(signals.index(MADE + panel), count=1)
             store_rows(to + unit * PANEL, written, held, HV_APART * HEAD_DIM, WIDE)
-
             head = head + panel
             stage, phase = following(stage, phase, STAGES)
         mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
@@ -390,7 +389,7 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.co
 
 @gluon.jit
 def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr):
-    """Y, dk and dbeta, and the share of Y in dg."""
+    """<D, S> and Y, which `of_queries` adds to dg, dk and dbeta."""
     wide, square, vs, dos, states, costates, rows, _, signals = places
     beta, chunks, dk, dbeta, items = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
