@@ -463,6 +463,7 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.const
             third = gl.where(third == 2, 0, third + 1)
         mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
         out = by_rows(costates.index(stage), out, WIDE)
+        fence_async_shared()  # loads are carried out before the copy engine hears of it: no barrier waits for them
         barrier()
         mbarrier.arrive(signals.index(EMPTY + stage), count=1)
         stage, phase = following(stage, phase, STAGES)
