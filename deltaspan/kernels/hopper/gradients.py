@@ -262,6 +262,7 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.conste
             fence_async_shared()
             barrier()
             written = v.load(WIDE)
+            fence_async_shared()  # as for dk
             barrier()  # others may write there
             mbarrier.arrive(signals.index(MADE + panel), count=1)
             store_rows(to + unit * PANEL, written, held, HV_APART * HEAD_DIM, WIDE)
@@ -364,14 +365,12 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.co
                     of_token = rows.index(READ).load(gl.SliceLayout(1, ACC)) + passed
                     kappa = rows.index(KAPPA).load(gl.SliceLayout(1, ACC)) + passed
                     M = gl.where(lower(square.index(ONES + here), ACC), M + of_token[:, None], kappa[:, None])
-                    by_warp = gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1)
+                    sums.store(gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1))
                 barrier()
                 mbarrier.arrive(signals.index(USED + panel), count=1)
                 mbarrier.arrive(signals.index(EMPTY + stage), count=1)
                 stage = stage + 1
                 stage = gl.where(stage == STAGES, 0, stage)
-            sums.store(by_warp)
-            barrier()
             total = gl.sum(sums.load(FLAT), 0)
             index = late(later)
             at = (token + index).to(gl.int64) * HV_APART + h * GROUP + e
