@@ -21,6 +21,7 @@ from rich.table import Table
 
 TELLING = ("HGMMA", "HMMA", "FFMA", "MUFU", "LDG", "STG", "LDS", "STS", "UTMALDG", "UTMASTG", "BAR", "SHFL")
 """Opcodes whose counts say most: products, exponentials, memory, barriers."""
+IN_FLIGHT = "loads in flight at an arrival"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Case:
     instructions: int
     reason: str  # for the limits
     spills: int = 0  # loads and stores of local memory
+    in_flight: int = 0  # loads that an arrival overtakes: what they load may be overwritten before
 
 
 def _prep(H: int, group: int, shared: int, instructions: int, *, raw: bool = False) -> Case:
@@ -250,7 +252,8 @@ def report(cases: Mapping[str, Case] = CASES) -> dict[str, Any]:
         begin = time.perf_counter()
         made = ahead.compile_ahead(getattr(module, kernel), case.arguments, constants, case.num_warps)
         total = made.instructions.total()
-        taken = {"registers": made.registers, "shared": made.shared, "instructions": total, "spills": made.spills}
+        taken = {"registers": made.registers, "shared": made.shared, "instructions": total}
+        taken |= {"spills": made.spills, "in_flight": made.in_flight}
         over = [
             f"{what} {found} > {getattr(case, what)}" for what, found in taken.items() if found > getattr(case, what)
         ]
@@ -262,11 +265,12 @@ def report(cases: Mapping[str, Case] = CASES) -> dict[str, Any]:
 
 
 def table(made: Mapping[str, Any]) -> Table:
-    shown = Table("kernel", "registers", "spills", "shared", "instructions", "of them", "over budget")
+    shown = Table("kernel", "registers", "spills", "shared", "instructions", "of them", IN_FLIGHT, "over budget")
     for row in made["kernels"]:
         opcodes = ", ".join(f"{op} {count}" for op, count in row["opcodes"].items())
         numbers = (row[name] for name in ("registers", "spills", "shared", "instructions"))
-        shown.add_row(row["name"], *(f"{number:,}" for number in numbers), opcodes, "; ".join(row["over"]) or "no")
+        over = "; ".join(row["over"]) or "no"
+        shown.add_row(row["name"], *(f"{number:,}" for number in numbers), opcodes, str(row["in_flight"]), over)
     return shown
 
 

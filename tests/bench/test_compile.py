@@ -58,6 +58,19 @@ def test_spills_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["spills"] > 0 and any("spills" in over for over in row["over"])
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize(("way", "found"), [("fenced", False), ("used", False), ("neither", True)])
+def test_loads_that_an_arrival_overtakes_are_told(way: str, found: bool) -> None:
+    arguments = {"tiles": "tiles<bf16[64, 128]>", "out": "*bf16", "n": "i32"}
+    case = ahead.Case("tests.bench.overtaken:copy", arguments, {"WAY": way}, 4, 255, ahead.WHOLE, 1000, "a test")
+    made = ahead.report({"copy": case})
+    (row,) = made["kernels"]
+    assert row["opcodes"]["UTMALDG"] > 0 and row["opcodes"]["LDS"] > 8
+    assert row["in_flight"] == (8 if found else 0), "a thread loads 128 bytes, 16 at a time"
+    assert row["over"] == (["in_flight 8 > 0"] if found else [])
+    assert ahead.IN_FLIGHT in [column.header for column in ahead.table(made).columns]
+
+
 def test_every_case_says_why_its_limits_are_as_they_are() -> None:
     assert all(case.reason and case.kernel.startswith("deltaspan.kernels.") for case in ahead.CASES.values())
 

@@ -16,12 +16,12 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from deltaspan.kernels.hopper.gluon import COMPILED_WITH, TYPES, default_layout
+from deltaspan.kernels.hopper.sass import instructions, overtaken_loads
 
 TRITON = triton.__version__
 SM_90 = GPUTarget("cuda", 90, 32)
 ALIGNED = [["tt.divisibility", 16]]  # as torch allocates
 TILES = re.compile(r"tiles<(\w+)\[([\d, ]+)\]>")
-INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", re.MULTILINE)
 
 
 class Compiled(NamedTuple):
@@ -31,6 +31,7 @@ class Compiled(NamedTuple):
     stack: int  # bytes a thread, for what does not fit: spills
     shared: int  # bytes a program
     instructions: Counter[str]  # SASS, by opcode
+    in_flight: int  # loads from shared memory that an arrival overtakes
 
     @property
     def spills(self) -> int:
@@ -53,8 +54,10 @@ def compile_ahead(kernel: Any, arguments: Mapping[str, str], constants: Mapping[
         usage, sass = _dump("-res-usage", cubin), _dump("-sass", cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, f"cuobjdump says otherwise than it used to: {usage}"
-    instructions = Counter(name for name in INSTRUCTION.findall(sass) if name != "NOP")
-    return Compiled(int(found[1]), int(found[2]), made.metadata.shared, instructions)
+    code = instructions(sass)
+    by_opcode = Counter(at.opcode for at in code if at.opcode != "NOP")
+    in_flight = set().union(*overtaken_loads(code).values())
+    return Compiled(int(found[1]), int(found[2]), made.metadata.shared, by_opcode, len(in_flight))
 
 
 def _written_out(kind: str) -> str:
