@@ -20,7 +20,8 @@ What it holds a kernel to
     numbers       Triton's promotion; bf16, fp16, fp32 rounded where the device rounds; int32 that overflows raises
 
 What it does not see
-    races between the warps or threads of one partition (a missing thread barrier), and all that layouts decide: bank
+    races between the warps or threads of one partition (a missing thread barrier); loads that are still on their way at
+    an arrival, which machine code alone tells (kernels/hopper/sass.py); and all that layouts decide: bank
     conflicts, conversions, spills, shapes that no layout fits; the order of programs and of global memory within a
     program; the order of fp32 sums on the CUDA cores and within 32 bytes of a product, contraction to FMA, the last
     bits of ex2.approx; registers, speed. Whether Triton compiles the kernel at all is a test of its own.

@@ -79,7 +79,10 @@ def test_every_path() -> None:
     skipped = does(LOAD, 0), does("@!P0 BRA 0x30"), does(STORE, awaits=1), does(ARRIVE)
     assert overtaken(*skipped) == {48: [0]}
     assert overtaken(skipped[0], does("BRA 0x30"), *skipped[2:]) == {48: [0]}
-    assert overtaken(skipped[0], does("BRA UP0, 0x30"), *skipped[2:]) == {48: [0]}
+    for maybe in ("BRA UP0, 0x30", "@P0 BRA 0x30", "@P0 EXIT"):
+        assert overtaken(skipped[0], does(maybe), does(ARRIVE), does("EXIT")) == {32: [0]}
+    either = does("@P0 BRA 0x30"), does(LOAD, 0), does("BRA 0x40"), does(LOAD, 1), does(ARRIVE)
+    assert overtaken(*either) == {64: [16, 48]}
     assert overtaken(skipped[0], does("EXIT"), skipped[3]) == {}
     assert overtaken(does("BSSY B0, 0x40"), skipped[0], does("BSYNC B0"), skipped[2], skipped[3]) == {64: [16]}
     assert overtaken(skipped[0], does("BRX R2 -0x1e0")) == {16: [0]}

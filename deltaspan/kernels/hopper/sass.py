@@ -70,7 +70,7 @@ def overtaken_loads(code: Sequence[Instruction]) -> dict[int, list[int]]:
                 continue
         known[place] = before
         at, (own, of_others) = code[place], before
-        own = frozenset((load, board) for load, board in own if board == NO_SCOREBOARD or not at.awaits >> board & 1)
+        own = frozenset((load, board) for load, board in own if not at.awaits >> board & 1)
         if at.opcode in ("LDS", "LDSM"):
             own |= {(at.address, NO_SCOREBOARD)}
             if at.result != NO_SCOREBOARD:
