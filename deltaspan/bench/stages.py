@@ -61,7 +61,7 @@ COUNTS = {
     "entry adjoints": Count(3 * LARGE + 3 * MIDDLE, 2 * HEAD_DIM + 2 * CHUNK + 4, 4 * HEAD_DIM),
     "states of chunks": Count(2 * LARGE + MIDDLE, 2 * HEAD_DIM + 2 * CHUNK + 4 + STATE, 2 * HEAD_DIM),
     "gradients": Count(
-        6 * LARGE + 9 * MIDDLE + 2 * SMALL, 3 * 2 * HEAD_DIM + 2 * CHUNK + 4 * 4 + 2 * STATE, 8 * HEAD_DIM
+        6 * LARGE + 8 * MIDDLE + 2 * SMALL, 3 * 2 * HEAD_DIM + 2 * CHUNK + 4 * 4 + 2 * STATE, 8 * HEAD_DIM
     ),
 }
 """Of stages whose work is that of their tokens. What decays away is not walked: then less is done than is counted."""

@@ -59,6 +59,10 @@ def test_one_scoreboard_for_several_loads() -> None:
     assert overtaken(*both, does(ARRIVE)) == {32: [0, 16]}
     assert overtaken(*both, does(STORE, awaits=0b100), does(ARRIVE)) == {}
     assert overtaken(does(LOAD, 2), does(LOAD), does(STORE, awaits=0b100), does(ARRIVE)) == {48: [16]}
+    shuffle = "SHFL.BFLY PT, R3, R2, 0x1, 0x1f"
+    assert overtaken(does(LOAD), does(shuffle, 2), does(STORE, awaits=0b100), does(ARRIVE)) == {}
+    assert overtaken(does(LOAD), does(shuffle, 2), does(ARRIVE)) == {32: [0]}
+    assert overtaken(does(LOAD, 1), does(shuffle, 2), does(STORE, awaits=0b100), does(ARRIVE)) == {48: [0]}
 
 
 def test_a_fence_waits() -> None:

@@ -29,8 +29,15 @@ def context(part: ds.Partition, device: str, **plan) -> ds.Context:
 def exact(pack: Pack, ctx: ds.Context, **options) -> dict[str, torch.Tensor]:
     found = join(ctx.part, run_rule(pack, ctx, backend="hopper", **options))
     on_host = pack._replace(**{name: getattr(pack, name).cpu() for name in pack._fields[1:]})
-    for name, true in true_rule(on_host).items():
-        assert relative(found[name].cpu(), true) < BOUNDS.get(name, BF16), name
+    truth = true_rule(on_host)
+    # <D, S> is a sum of K V terms that may cancel, as it did by chance in a document of one token that little decays in
+    # while all else does: what it errs by is that of |D| |S| / 128, whatever is left of it.
+    some = torch.tensor(pack.cu_seqlens).diff() > 0
+    summed = [x[some].double().norm(dim=(2, 3)) for x in (on_host.initial_state, truth["dinitial_state"])]
+    beside = {"dg": (summed[0] * summed[1] / 128).norm()}
+    for name, true in truth.items():
+        error = (found[name].cpu().double() - true).norm() / true.norm().hypot(beside.get(name, true.new_zeros(())))
+        assert error < BOUNDS.get(name, BF16), name
     return found
 
 

@@ -8,7 +8,7 @@ tril(Q K^T), S the state at the chunk's start and D the adjoint of that at its e
     R = V - a (K S)        U = T R        dU = r (K D) + F^T dO        dR = T^T dU        dv = dR
     dP = scale E o (dO U^T)        Y = -E o tril(dR U^T, -1)
     x1 = scale a (dO S^T)        x2 = a (dR S^T)        x3 = r (U D^T)        kappa_i = <x3_i, k_i>
-    dq = x1 + dP K        dk = x3 - x2 + dP^T Q + Y K + Y^T K        summed over the group's value heads
+    dq = x1 + dP K        dk = x3 - x2 + dP^T Q + (Y + Y^T) K        summed over the group's value heads
     M = tril(dP o P + Y o K K^T, -1)
     dg_j = sum_(i >= j) (<x1_i, q_i> - <x2_i, k_i>) + sum_(i < j) kappa_i + sum_(l < j <= i) M_il + gamma <D, S>
     dbeta = <dR, R - tril(E o K K^T, -1) U> / beta = (<dR, R> + sum_l (Y o K K^T)_il) / beta
@@ -439,7 +439,8 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.const
                     error = rows.index(ERROR).load(gl.SliceLayout(1, ACC))
                     barrier()  # every warp has read that and dR
                     rows.index(ERROR).store(passed * exp2(end.load(gl.SliceLayout(1, TILE))))
-                    v.store(Y.to(gl.bfloat16))
+                    narrow = narrowed(Y)
+                    v.store(narrow)
                     fence_async_shared()
                     barrier()
                     mbarrier.arrive(signals.index(Y_MADE), count=1)
@@ -448,11 +449,11 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.const
                     at = (token + index).to(gl.int64) * HV_APART + hv
                     strength = gl.load(beta + at, mask=index < held, other=1.0).to(gl.float32)
                     gl.store(dbeta + at, error / away_from_zero(strength), mask=index < held)
+                    both = gl.convert_layout(narrow, LEFT) + v.permute((1, 0)).load(LEFT)  # they share no element
                     mbarrier.wait(signals.index(DP_MADE), head & 1)
-                    out = warpgroup_mma(v, k, out, is_async=True)
-                    out = warpgroup_mma(v.permute((1, 0)), k, out, is_async=True)
+                    out = warpgroup_mma(both, k, out, is_async=True)
                     out = warpgroup_mma(dos.index(stage).permute((1, 0)), wide.index(OF_Q + here), out, is_async=True)
-                    out = warpgroup_mma_wait(0, deps=[out])
+                    out, both = warpgroup_mma_wait(0, deps=[out, both])
                 barrier()
                 mbarrier.arrive(signals.index(USED + panel), count=1)
                 if e + panel < GROUP:  # of the last unit dk goes out by way of D's place

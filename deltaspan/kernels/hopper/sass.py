@@ -7,9 +7,9 @@ arrival does. Nor does the copy engine, which may write first. So what is loaded
 barrier ahead of it, which all warps of a partition reach.
 
 Who waits is written in the instructions: each names a scoreboard that it releases when its result is there, 7 for none
-(loads from shared memory come back in order, so one may release it for those before it), another for when its operands
-have been read, which for a MEMBAR, half of every fence, is when all before it has been carried out, and a mask of
-scoreboards that it waits for.
+(loads from shared memory and shuffles come back in order, so one may release it for loads before it), another for when
+its operands have been read, which for a MEMBAR, half of every fence, is when all before it has been carried out, and a
+mask of scoreboards that it waits for.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ INSTRUCTION = re.compile(
     re.MULTILINE,
 )
 NO_SCOREBOARD = 7
+IN_ORDER = ("LDS", "LDSM", "SHFL")
 BY_TABLE = ("BRX", "JMX", "CALL", "RET")  # jumps whose targets stand elsewhere
 
 
@@ -71,8 +72,8 @@ def overtaken_loads(code: Sequence[Instruction]) -> dict[int, list[int]]:
         known[place] = before
         at, (own, of_others) = code[place], before
         own = frozenset((load, board) for load, board in own if not at.awaits >> board & 1)
-        if at.opcode in ("LDS", "LDSM"):
-            own |= {(at.address, NO_SCOREBOARD)}
+        if at.opcode in IN_ORDER:
+            own |= {(at.address, NO_SCOREBOARD)} if at.opcode != "SHFL" else set()  # which reads no memory
             if at.result != NO_SCOREBOARD:
                 own = frozenset((load, at.result if board == NO_SCOREBOARD else board) for load, board in own)
         elif at.opcode == "MEMBAR":
