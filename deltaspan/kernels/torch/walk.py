@@ -49,21 +49,18 @@ def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) ->
 
 
 @full_precision()
-def summary(tape: Tape, runs: Runs, entry: Tensor) -> tuple[Tensor, Tensor]:
-    """The affine map of each run: its exit state b from `entry`, and M, by which it answers what is added to `entry`.
-
-    entry [S, HV, K, V] -> M [n, HV, K, K], b [n, HV, K, V].
-    """
+def exit_states(tape: Tape, runs: Runs, entry: Tensor) -> Tensor:
+    """The exit state of each run from `entry` [S, HV, K, V], [n, HV, K, V]."""
     state = entry[runs.slots]
     for step, n in enumerate(runs.active):
         c = runs.first[:n] + step
         state[:n] = tape.gamma[c] * state[:n] + tape.rk[c].mT @ (tape.u[c] - tape.w[c] @ state[:n])
-    return transfer(tape, runs), state[runs.inverse]
+    return state[runs.inverse]
 
 
 @full_precision()
 def transfer(tape: Tape, runs: Runs) -> Tensor:
-    """The maps M [n, HV, K, K] of `summary` alone."""
+    """The maps M of runs, by which each answers what is added to its entry state, [n, HV, K, K]."""
     HV, K = tape.rk.shape[1], tape.rk.shape[-1]
     M = torch.eye(K, dtype=tape.rk.dtype, device=tape.rk.device).expand(len(runs.order), HV, -1, -1).clone()
     for step, n in enumerate(runs.active):
