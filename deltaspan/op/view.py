@@ -135,10 +135,7 @@ def rank_view(part: Partition, rank: int, group: GroupView, width: int, device: 
 def _hops(part: Partition, rank: int, device: torch.device) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
     both = ring_hops(part, rank)
     columns = iter(upload(device, [column for hops in both for hop in hops for column in hop[:4]]))
-    return tuple(
-        tuple(Hop(s == 0, *islice(columns, 4), *hop[4:]) for s, hop in enumerate(hops))
-        for hops in both
-    )
+    return tuple(tuple(Hop(s == 0, *islice(columns, 4), *hop[4:]) for s, hop in enumerate(hops)) for hops in both)
 
 
 def _route(send_index: Tensor, send_counts: np.ndarray, recv_counts: np.ndarray, none: bool) -> HaloRoute:

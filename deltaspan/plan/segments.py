@@ -29,9 +29,9 @@ class SegmentTable(NamedTuple):
 class Passage(NamedTuple, Generic[Index]):
     """How states pass a rank's joints in one direction, from the end of a fragment at which they arrive to the other.
 
-    A segment has an offset, and a map if something enters it: far state = map x near state + offset. The chains go along
-    the segments of every fragment; their places are first the numbers of the segments that are reached, then one for
-    each fragment that hands on to the exchange. There are none where no fragment is cut.
+    Far state = map x near state + offset. The first segment of a fragment has no map if nothing reaches the fragment.
+    The chains go along the segments of every fragment; their places are first the numbers of the segments that are
+    reached, then one for each fragment that hands on to the exchange. There are none where no fragment is cut.
     """
 
     chains: Chains[Index]

@@ -33,7 +33,7 @@ def step(M, x, b, WIDTH: tl.constexpr, PITCH: tl.constexpr, NEXT: tl.constexpr):
             inner = first + tl.arange(0, PART)
             m = tl.load(M + rows[:, None] * PITCH + inner[None, :] * NEXT)
             b = tl.dot(m, tl.load(x + inner[:, None] * WIDTH + columns[None, :]), b, input_precision="tf32x3")
-        b = tl.where(b == 0.0, 0.0, b)  # a zero does not say that there is no map
+        b += 0.0  # of maps, no zero that would say that there is none
     return b
 
 

@@ -36,6 +36,7 @@ from deltaspan.kernels.hopper.gluon import (
     launch,
     load_tile,
     mbarrier,
+    rounded_sum,
     row_tiles,
     tiles,
     warpgroup_mma,
@@ -223,9 +224,9 @@ def walk(out, keys, xs, ready, free, n, decay, FIRST: gl.constexpr, TERMS: gl.co
                 R, r_low, x = warpgroup_mma_wait(0, deps=[R, r_low, x])
                 T = T - R
             mbarrier.arrive(free.index(b), count=1)
-    T = T * exp2(decay - scaled.to(gl.float32))[:, None]
-    nothing = gl.full([ROWS, HEAD_DIM], NO_MAP, gl.int32, STATE).to(gl.float32, bitcast=True)
-    T = gl.where(n > 0, gl.where(T == 0.0, 0.0, T), nothing)
+    nothing = gl.full([ROWS], NO_MAP, gl.int32, gl.SliceLayout(1, STATE)).to(gl.float32, bitcast=True)
+    zero = gl.where(n > 0, 0.0, nothing)
+    T = rounded_sum(T * gl.where(n > 0, exp2(decay - scaled.to(gl.float32)), nothing)[:, None], zero[:, None])
     gl.store(out + column[None, :] * HEAD_DIM + (FIRST + row)[:, None], T)
 
 
