@@ -24,8 +24,8 @@ class Affine(Protocol):
 
 
 def join_pairs(M: Tensor, b: Tensor, seams: Seams) -> Tensor:
-    """M [n_through, heads, K, K] and b [n_out, heads, K, V] as one row a head, [n_out, heads, K (K + V)]: with zeros for
-    the maps of fragments that nothing enters, which nobody reads."""
+    """M [n_through, heads, K, K] and b [n_out, heads, K, V] as one row a head, [n_out, heads, K (K + V)]. A fragment
+    that nothing enters has zeros in the place of a map, which nobody reads."""
     maps = M.flatten(2)
     if len(M) < len(b):
         maps = maps.new_zeros(len(b), *maps.shape[1:]).index_copy_(0, seams.own_through, maps)

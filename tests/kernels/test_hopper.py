@@ -351,7 +351,7 @@ def test_maps_say_of_themselves_that_nothing_is_felt(rng: torch.Generator, machi
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_chains_skip_what_is_not_felt(rng: torch.Generator, machine: Machine, transposed: bool) -> None:
-    """With the bits of the product, also where a state is none; and without one: NaN in the skipped maps goes unread."""
+    """With the bits of the product, also where a state is no number; NaN in what is skipped goes unread."""
     maps, b = (torch.randn(5, 2, 128, 128, generator=rng) / n for n in (11, 1))
     b[3, 1, 7, 40], b[1, 0, 2, 3] = torch.nan, torch.inf  # heads of the long chain and of the pair
     plain, skipped = maps.clone(), maps
@@ -369,10 +369,9 @@ def test_chains_skip_what_is_not_felt(rng: torch.Generator, machine: Machine, tr
     assert o[used].isnan().any() and o[used].isfinite().any()
     torch.testing.assert_close(o[used], p[used], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(M[wanted], N[wanted], rtol=0, atol=0, equal_nan=True)
-    assert (bits(M[4]) == -(2**31)).all() and not (bits(N[4]) == -(2**31)).any()  # what is composed with it says so, too
-    one = compose.merge(skipped[2].to(device), b[3].to(device), b[0].to(device))
-    torch.testing.assert_close(one, compose.merge(plain[2].to(device), b[3].to(device), b[0].to(device)), rtol=0, atol=0,
-                               equal_nan=True)  # fmt: skip
+    assert (bits(M[4]) == -(2**31)).all() and not (bits(N[4]) == -(2**31)).any()  # composed with such
+    one, other = (compose.merge(*(t.to(device) for t in (m[2], b[3], b[0]))) for m in (skipped, plain))
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 ARRIVE = "        barrier()\n        mbarrier.arrive(ready.index(b), count=1)\n"

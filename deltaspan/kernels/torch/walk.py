@@ -33,12 +33,15 @@ def merge(M: Tensor, X: Tensor, b: Tensor) -> Tensor:
 def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) -> tuple[Tensor | None, Tensor | None]:
     """Composes maps M [rows, HV, K, K] and offsets b [rows, HV, K, V] along chains, by `merge`: [places, HV, K, K] and
     [places, HV, K, V]. With `maps`, those of all chains, wanted or not."""
+    if b is None and not maps:
+        return None, None
     offsets = M[..., :0] if b is None else b
     K = M.shape[-1] if maps else 0
     alone = pad(offsets, (K, 0))  # next to a map of nothing: [0 | b]
     passed = alone.new_empty(chains.places, *alone.shape[1:])
     state = None
     for row, offset, place in chains.steps:
+        offset = row if b is None else offset
         if state is None:
             state = torch.cat([M[row], offsets[offset]], -1) if maps else offsets[offset]
         else:
