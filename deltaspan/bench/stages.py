@@ -134,7 +134,8 @@ class Problem:
             "states of chunks": self.chunk_states, "gradients": self.gradients,
         }  # fmt: skip
         if len(self.cut.left_slots):
-            M, b = self.tier.summary(self.tape, self.cut.left, self.states)
+            M = self.tier.transfer(self.tape, self.cut.through)
+            b = self.tier.exit_states(self.tape, self.cut.left, self.states)
             stages["chain"] = partial(self.tier.chain, M, b, self.cut.forward.chains, maps=False)
         return stages
 

@@ -9,7 +9,7 @@ from deltaspan.exchange.seams import Seams
 
 def carry_states(seams: Seams, affine: Affine, M: Tensor, b: Tensor, about: str) -> Program[tuple[Tensor, Tensor]]:
     """As `all_to_all.carry_states`; what the adjoint needs are all pairs of the group, [N_out, HV, K (K + V)]."""
-    pairs = yield AllGather("summaries", join_pairs(M, b), seams.n_out, about)
+    pairs = yield AllGather("summaries", join_pairs(M, b, seams), seams.n_out, about)
     _, entry = affine.chain(*split_pairs(pairs, b), seams.forward, maps=False)
     return entry.split(seams.n_in)[seams.rank].clone(), pairs  # the whole is not kept
 
@@ -21,7 +21,7 @@ def carry_adjoints(
     if kept is None:
         HV = d.shape[1]
         numbers = tuple(HV * n for n in flat_sizes(seams, d))
-        arrived = yield AllGather("adjoint_offsets", join_flat(d, M[seams.own_through]), numbers, about)
+        arrived = yield AllGather("adjoint_offsets", join_flat(d, M), numbers, about)
         offsets, maps = split_flat(arrived, seams, HV, d)
     else:
         offsets = yield AllGather("adjoint_offsets", d, seams.n_in, about)

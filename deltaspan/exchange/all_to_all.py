@@ -14,12 +14,12 @@ from deltaspan.plan import head_ranges
 
 
 def carry_states(seams: Seams, affine: Affine, M: Tensor, b: Tensor, about: str) -> Program[tuple[Tensor, Tensor]]:
-    """From this rank's summaries M [n_out, HV, K, K], b [n_out, HV, K, V] to its entry states [n_in, HV, K, V].
+    """From this rank's summaries M [n_through, HV, K, K], b [n_out, HV, K, V] to its entry states [n_in, HV, K, V].
 
     Also returns what the adjoint needs, the pairs that this rank received as an owner: [N_out, own heads, K (K + V)].
     about: what else the ranks must have in common, compared over gloo.
     """
-    pairs = yield from _to_owners("summaries", seams, seams.n_out, join_pairs(M, b), about)
+    pairs = yield from _to_owners("summaries", seams, seams.n_out, join_pairs(M, b, seams), about)
     _, entry = affine.chain(*split_pairs(pairs, b), seams.forward, maps=False)
     return (yield from _to_homes("entry_states", seams, seams.n_in, entry, b.shape[1], about)), pairs
 
@@ -51,8 +51,7 @@ def _with_maps(seams: Seams, M: Tensor, d: Tensor, about: str) -> Program[tuple[
     have rows of different lengths. Returns d [N_in, own heads, K, V] and, by out number, M [N_out, own heads, K, K]."""
     heads = head_ranges(d.shape[1], len(seams.n_in))
     own = len(heads[seams.rank])
-    through = M[seams.own_through]
-    blocks = [join_flat(d[:, h.start : h.stop], through[:, h.start : h.stop]) for h in heads]
+    blocks = [join_flat(d[:, h.start : h.stop], M[:, h.start : h.stop]) for h in heads]
     numbers = [own * n for n in flat_sizes(seams, d)]
     arrived = yield AllToAll("adjoint_offsets", torch.cat(blocks), tuple(map(len, blocks)), tuple(numbers), about)
     return split_flat(arrived, seams, own, d)

@@ -23,9 +23,13 @@ class Affine(Protocol):
         of the state before it; before the first there is none."""
 
 
-def join_pairs(M: Tensor, b: Tensor) -> Tensor:
-    """M [n, heads, K, K] and b [n, heads, K, V] as one row a head, [n, heads, K (K + V)]."""
-    return torch.cat([M.flatten(2), b.flatten(2)], dim=-1)
+def join_pairs(M: Tensor, b: Tensor, seams: Seams) -> Tensor:
+    """M [n_through, heads, K, K] and b [n_out, heads, K, V] as one row a head, [n_out, heads, K (K + V)]. A fragment
+    that nothing enters has zeros in the place of a map, which nobody reads."""
+    maps = M.flatten(2)
+    if len(M) < len(b):
+        maps = maps.new_zeros(len(b), *maps.shape[1:]).index_copy_(0, seams.own_through, maps)
+    return torch.cat([maps, b.flatten(2)], dim=-1)
 
 
 def split_pairs(pairs: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """States between the segments of a rank's own fragments: folded before the exchange, spread after it.
 
 Both directions do the same: forward with maps M and states, backward with maps M^T and adjoints, from the other end.
+In both a segment, or a fragment, has a map only if state both enters and leaves it.
 A fragment's segments are one affine map to the exchange, so that it never knows how a rank cuts its fragments.
 """
 
@@ -15,10 +16,10 @@ from deltaspan.plan import Passage
 class Folded(NamedTuple):
     """What stands behind the joints for a state that arrives at the fragment, and what fragments hand on."""
 
-    maps: Tensor | None  # [segments reached, HV, K, K] where they are wanted
+    maps: Tensor | None  # [t, HV, K, K], of those that the exchange's states have to be told
     offsets: Tensor | None  # [segments reached, HV, K, V], with nothing arriving
-    last_maps: Tensor  # [m, HV, K, K], of whole fragments
-    last_offsets: Tensor | None  # [m, HV, K, V]
+    last_maps: Tensor  # [h, HV, K, K], of whole fragments that hand on what is brought to them
+    last_offsets: Tensor | None  # [m, HV, K, V], of whole fragments that hand on
 
 
 def fold(affine: Affine, way: Passage[Tensor], maps: Tensor, offsets: Tensor | None) -> Folded:
@@ -26,8 +27,8 @@ def fold(affine: Affine, way: Passage[Tensor], maps: Tensor, offsets: Tensor | N
     if not way.chains.steps:  # nothing is cut, a fragment is its segment
         return Folded(None, None, maps, offsets)
     passed, states = affine.chain(maps, offsets, way.chains, maps=way.chains.maps)
-    nothing = maps.new_empty(0, *maps.shape[1:]) if passed is None else None
-    at_joints, whole = (nothing, nothing) if passed is None else _apart(passed, way.reached)
+    nothing = maps.new_empty(0, *maps.shape[1:])
+    at_joints, whole = (nothing, nothing) if passed is None else (passed[way.through], passed[way.handed])
     behind, last = (None, None) if states is None else _apart(states, way.reached)
     return Folded(at_joints, behind, whole, last)
 
@@ -46,5 +47,5 @@ def spread(affine: Affine, way: Passage[Tensor], folded: Folded, arrived: Tensor
         reached[way.arriving] = arrived
     if len(way.through):
         there = way.through
-        reached[there] = affine.merge(folded.maps[there], arrived[way.source], reached[there])
+        reached[there] = affine.merge(folded.maps, arrived[way.source], reached[there])
     return reached

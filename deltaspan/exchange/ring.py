@@ -12,11 +12,11 @@ from deltaspan.exchange.seams import Seams
 
 
 def carry_states(seams: Seams, affine: Affine, M: Tensor, b: Tensor, about: str) -> Program[tuple[Tensor, Tensor]]:
-    """As `all_to_all.carry_states`; what the adjoint needs are this rank's own maps M [n_out, HV, K, K]."""
+    """As `all_to_all.carry_states`; what the adjoint needs are this rank's own maps M [n_through, HV, K, K]."""
     entry = b.new_empty(seams.n_in[seams.rank], *b.shape[1:])
     for number, hop in enumerate(seams.hops[0]):
         out = hop.source
-        exit = b[out] if hop.first else affine.merge(M[out], entry[hop.source_in], b[out])
+        exit = b[out] if hop.first else affine.merge(M[hop.through], entry[hop.source_in], b[out])
         entry[hop.target] = yield PeerToPeer(
             f"entry_states, hop {number}", exit, hop.send_counts, hop.recv_counts, about
         )
@@ -31,7 +31,7 @@ def carry_adjoints(
     leaving = d.new_empty(seams.n_out[seams.rank], *d.shape[1:])
     for number, hop in enumerate(seams.hops[1]):
         entered, out = hop.source, hop.source_in
-        back = d[entered] if hop.first else affine.merge(maps[out].mT, leaving[out], d[entered])
+        back = d[entered] if hop.first else affine.merge(maps[hop.through].mT, leaving[out], d[entered])
         leaving[hop.target] = yield PeerToPeer(
             f"exit_adjoints, hop {number}", back, hop.send_counts, hop.recv_counts, about
         )

@@ -16,6 +16,7 @@ class Hop(NamedTuple):
     first: bool  # the first step: no state has come from an earlier one
     source: Tensor  # [sent] int64, local numbers of the fragments whose state goes out, in the order sent
     source_in: Tensor  # [sent] int64, the same fragments' numbers among those that the hop before reached
+    through: Tensor  # [sent] int64, and among those that state enters and leaves; both mean nothing in the first step
     target: Tensor  # [received] int64, local numbers of the fragments that are reached, in the order of arrival
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]

@@ -13,9 +13,10 @@ EXCHANGES = {"all_to_all": all_to_all, "ring": ring, "all_gather": all_gather}
 def carry_states(
     exchange: str, seams: Seams, affine: Affine, M: Tensor, b: Tensor, about: str
 ) -> Program[tuple[Tensor, Tensor]]:
-    """From this rank's summaries M [n_out, HV, K, K], b [n_out, HV, K, V] to its entry states [n_in, HV, K, V], and
-    what `carry_adjoints` needs of them. If no state crosses in the whole group, no rank asks for a collective.
+    """From this rank's summaries to its entry states [n_in, HV, K, V], and what `carry_adjoints` needs of them. If no
+    state crosses in the whole group, no rank asks for a collective.
 
+    M [n_through, HV, K, K]: maps of fragments that state enters and leaves. b [n_out, HV, K, V]: of all that it leaves.
     about: what else the ranks must have in common, in words.
     """
     if seams.none:
@@ -29,8 +30,8 @@ def carry_adjoints(
     """From the adjoints d [n_in, HV, K, V] of this rank's entered fragments, taken with no adjoint from beyond their
     ends, to the adjoints [n_out, HV, K, V] of its exit states.
 
-    kept: the second result of `carry_states`; None if it was not kept. Then M are this rank's maps again, of which
-    those of fragments that state enters and leaves are needed, and sent where others compose them.
+    kept: the second result of `carry_states`; None if it was not kept. Then M are its maps again, sent where others
+    compose them.
     """
     if seams.none:
         return d

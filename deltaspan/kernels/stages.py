@@ -5,9 +5,10 @@ them in question. State S and its adjoint D are [K, V]; states are FP32, or FP64
 
     tape = prep(q, k, v, g, beta, grid, scale=, unit_keys=, raw=)
         q, k [T, H, K]   v [T, HV, V]   g, beta [T, HV]        what does not depend on the state, per chunk
-    M, b = summary(tape, runs, entry)
-        entry [S, HV, K, V] -> M [n, HV, K, K], b [n, HV, K, V]     exit state = M (state added to entry) + b
-    M = transfer(tape, runs)                                        the same M alone
+    b = exit_states(tape, runs, entry)
+        entry [S, HV, K, V] -> b [n, HV, K, V]
+    M = transfer(tape, runs)
+        M [n, HV, K, K]: of entry + X the exit state is M X + b
     o, exit, states = walk(tape, runs, entry, output=, exits=)
         entry [S, HV, K, V] -> o [T, HV, V] or None, exit like entry (if anybody reads them); states: for pull_back()
     adjoint = adjoint_prep(tape, do)

@@ -85,5 +85,5 @@ def _transfers(tier: Any, cut: Segments, tape: Any, saved: Saved) -> tuple[Tenso
     which is the third."""
     if saved.kept is not None:
         return saved.maps, None, saved.kept
-    M = tier.transfer(tape, cut.left)  # those that nobody needs too: side by side with others bits may depend on them
-    return M[cut.bridges], fold(tier, cut.forward, M, None).last_maps, None
+    M = tier.transfer(tape, cut.through)  # as in the forward: side by side with others bits may depend on them
+    return cut.bridging(M), fold(tier, cut.forward, M, None).last_maps, None

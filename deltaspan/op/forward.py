@@ -59,13 +59,13 @@ def enter(
         nothing = entry.new_empty(0, *entry.shape[1:])
         maps = nothing.new_empty(0, x.v.shape[1], x.k.shape[2], x.k.shape[2])
         return entry, Saved(ctx, view.rank, options, shapes(x), nothing, maps, nothing) if keeps else None
-    M, b = tier.summary(tape, cut.left, entry)
+    M, b = tier.transfer(tape, cut.through), tier.exit_states(tape, cut.left, entry)
     folded = fold(tier, cut.forward, M, b)
     whole = folded.last_maps, folded.last_offsets
     arrived, kept = yield from carry_states(options.exchange, view.seams, tier, *whole, common(view, x, options))
     entered = spread(tier, cut.forward, folded, arrived)
     entry.index_copy_(0, cut.entered_slots, entered)
-    return entry, Saved(ctx, view.rank, options, shapes(x), entered, M[cut.bridges], kept) if keeps else None
+    return entry, Saved(ctx, view.rank, options, shapes(x), entered, cut.bridging(M), kept) if keeps else None
 
 
 def entry_states(cut: Segments, x: Operands, saved: Saved) -> Tensor:

@@ -19,9 +19,10 @@ class Segments:
     every: Runs  # all segments
     left: Runs  # those that state leaves for another, [n_left]
     entered: Runs  # those that it enters from another, [n_entered]
+    through: Runs  # those that it enters and leaves, [n_through]
     left_slots: Tensor  # [n_left], their places among all
     entered_slots: Tensor  # [n_entered]
-    bridges: Tensor  # [B], segments of cut fragments that state enters and leaves, among the left ones
+    bridges: Tensor  # [B], those of cut fragments among the segments that state goes through
     first_slots: Tensor  # segments that begin a document, and their documents
     first_docs: Tensor
     last_slots: Tensor  # segments that end a document, and their documents
@@ -29,6 +30,10 @@ class Segments:
     forward: Passage[Tensor]
     backward: Passage[Tensor]
     linked: bool  # whether state passes between segments of this rank, or between any ranks of the group
+
+    def bridging(self, M: Tensor) -> Tensor:
+        """Of the maps [n_through, HV, K, K] those of bridges: without a copy where that is all."""
+        return M if len(M) == len(self.bridges) else M[self.bridges]
 
 
 def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:
@@ -39,12 +44,12 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:
     inside = np.arange(len(table.first))
     first, last = np.setdiff1d(inside, table.entered), np.setdiff1d(inside, table.left)
     ways = passages(part, view.rank, table)
-    chosen = {"every": inside, "left": table.left, "entered": table.entered}
+    chosen = {"every": inside, "left": table.left, "entered": table.entered, "through": table.through}
     walks = {name: walk_order(table.first[which], table.count[which]) for name, which in chosen.items()}
     arrays = {
         "left_slots": table.left,
         "entered_slots": table.entered,
-        "bridges": np.searchsorted(table.left, table.bridges),
+        "bridges": np.searchsorted(table.through, table.bridges),
         "first_slots": first,
         "first_docs": doc[first],
         "last_slots": last,
@@ -76,4 +81,4 @@ def _run_columns(w: WalkOrder, which: np.ndarray, grid: ChunkGrid) -> tuple[np.n
 
 
 def _passage(way: Passage[np.ndarray], take: Callable[[], Tensor]) -> Passage[Tensor]:
-    return Passage(chains_from(way.chains, take), way.reached, take(), take(), take())
+    return Passage(chains_from(way.chains, take), way.reached, *(take() for _ in way[2:]))

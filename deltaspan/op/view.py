@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 import torch
@@ -133,11 +134,8 @@ def rank_view(part: Partition, rank: int, group: GroupView, width: int, device: 
 
 def _hops(part: Partition, rank: int, device: torch.device) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
     both = ring_hops(part, rank)
-    columns = iter(upload(device, [column for hops in both for hop in hops for column in hop[:3]]))
-    return tuple(
-        tuple(Hop(s == 0, next(columns), next(columns), next(columns), *hop[3:]) for s, hop in enumerate(hops))
-        for hops in both
-    )
+    columns = iter(upload(device, [column for hops in both for hop in hops for column in hop[:4]]))
+    return tuple(tuple(Hop(s == 0, *islice(columns, 4), *hop[4:]) for s, hop in enumerate(hops)) for hops in both)
 
 
 def _route(send_index: Tensor, send_counts: np.ndarray, recv_counts: np.ndarray, none: bool) -> HaloRoute:

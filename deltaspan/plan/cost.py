@@ -34,27 +34,37 @@ class StepCosts(NamedTuple):
     compose_weight: int = 2  # a calibration of rank costs: segments are composed before and after the exchange
 
 
+class Alike(NamedTuple):
+    """Fragments of a rank that the planner cannot tell apart."""
+
+    chunks: int
+    crosses_out: bool  # whether state leaves for another fragment
+    crosses_in: bool  # whether it enters from another
+    count: int
+
+
 class RankChunks(NamedTuple):
     """One rank's fragments as the planner sees them; ranks that hold alike have equal ones."""
 
     fragments: int  # empty ones too
     longest: int  # chunks of the longest, 0 if there is none
-    runs: tuple[tuple[int, bool, int], ...]  # (chunks, state leaves for another fragment, how many such), longest first
+    runs: tuple[Alike, ...]  # longest first
 
     @classmethod
-    def of(cls, chunks: np.ndarray, crosses_out: np.ndarray) -> RankChunks:
-        """From one entry a fragment: int64 [n_frag] and bool [n_frag]."""
-        kinds, counts = np.unique(2 * chunks + crosses_out, return_counts=True)
-        runs = [(kind // 2, bool(kind % 2), n) for kind, n in zip(kinds.tolist(), counts.tolist(), strict=True)]
-        runs = tuple(run for run in reversed(runs) if run[0])
-        return cls(len(chunks), runs[0][0] if runs else 0, runs)
+    def of(cls, chunks: np.ndarray, crosses_out: np.ndarray, crosses_in: np.ndarray) -> RankChunks:
+        """From one entry a fragment: int64 [n_frag] and bool [n_frag] twice."""
+        kinds, counts = np.unique(4 * chunks + 2 * crosses_out + crosses_in, return_counts=True)
+        kinds = [(kind // 4, bool(kind & 2), bool(kind & 1)) for kind in kinds.tolist()]
+        runs = tuple(Alike(*kind, n) for kind, n in zip(reversed(kinds), reversed(counts.tolist()), strict=True))
+        runs = tuple(run for run in runs if run.chunks)
+        return cls(len(chunks), runs[0].chunks if runs else 0, runs)
 
 
 def rank_chunks(part: Partition) -> list[RankChunks]:
     """Every rank's fragments, by rank."""
     chunks, cuts = -(-part.table.length // CHUNK), part.rank_rows[1:-1]
-    pairs = zip(np.split(chunks, cuts), np.split(part.crossing_out, cuts), strict=True)
-    return [RankChunks.of(*pair) for pair in pairs]
+    columns = (np.split(column, cuts) for column in (chunks, part.crossing_out, part.crossing_in))
+    return [RankChunks.of(*of_rank) for of_rank in zip(*columns, strict=True)]
 
 
 def lpt_makespan(jobs: Iterable[tuple[int, int]], machines: int) -> int:
@@ -101,8 +111,8 @@ def makespans(rank: RankChunks, segments: int, hv: int, sm_count: int) -> tuple[
 
     In one piece, only fragments that state leaves need a summary; cut, every one does.
     """
-    walks = [(-(-chunks // segments), segments * hv * n) for chunks, _, n in rank.runs]
-    leaving = [walk for walk, (_, crosses_out, _) in zip(walks, rank.runs, strict=True) if crosses_out or segments > 1]
+    walks = [(-(-run.chunks // segments), segments * hv * run.count) for run in rank.runs]
+    leaving = [walk for walk, run in zip(walks, rank.runs, strict=True) if run.crosses_out or segments > 1]
     return lpt_makespan(leaving, sm_count), lpt_makespan(walks, sm_count)
 
 

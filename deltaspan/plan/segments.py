@@ -22,15 +22,16 @@ class SegmentTable(NamedTuple):
     joined: np.ndarray  # [J], segments that state leaves for the next of their fragment
     left: np.ndarray  # [n_left], segments that state leaves
     entered: np.ndarray  # [n_entered], segments that it enters
-    bridges: np.ndarray  # [B], segments of cut fragments that it enters and leaves: their maps carry it both ways
+    through: np.ndarray  # [n_through], segments that it enters and leaves: nobody reads the map of any other
+    bridges: np.ndarray  # [B], those of cut fragments: their maps carry it both ways
 
 
 class Passage(NamedTuple, Generic[Index]):
     """How states pass a rank's joints in one direction, from the end of a fragment at which they arrive to the other.
 
-    A segment has a map and an offset: far state = map x near state + offset. The chains go along the segments of every
-    fragment; their places are first the numbers of the segments that are reached, then one for each fragment that hands
-    on to the exchange. There are none where no fragment is cut.
+    Far state = map x near state + offset. The first segment of a fragment has no map if nothing reaches the fragment.
+    The chains go along the segments of every fragment; their places are first the numbers of the segments that are
+    reached, then one for each fragment that hands on to the exchange. There are none where no fragment is cut.
     """
 
     chains: Chains[Index]
@@ -38,6 +39,7 @@ class Passage(NamedTuple, Generic[Index]):
     arriving: Index  # [n], numbers of those that the exchange reaches
     through: Index  # [t], numbers of those behind the joints of the fragments that it reaches
     source: Index  # [t], which arrival each of them has to be told
+    handed: Index  # [h], places of the fragments that hand on to the exchange what it brought them
 
 
 def segment_starts(count: np.ndarray, segments: int) -> np.ndarray:
@@ -61,19 +63,21 @@ def segment_table(part: Partition, rank: int, segments: int) -> SegmentTable:
     rows = part.rows(rank)
     left = goes_on | part.crossing_out[rows][fragment]
     entered = comes_on | part.crossing_in[rows][fragment]
-    chosen = goes_on, left, entered, left & entered & (goes_on | comes_on)
+    chosen = goes_on, left, entered, left & entered, left & entered & (goes_on | comes_on)
     return SegmentTable(fragment, starts[held], count[held], *map(np.flatnonzero, chosen))
 
 
 def passages(part: Partition, rank: int, table: SegmentTable) -> tuple[Passage, Passage]:
-    """Forward: maps and offsets are counted by left numbers, and entered segments are reached. Backward: maps by the
-    numbers of bridges, offsets by entered numbers, and left segments are reached; a segment beyond which nothing
-    arrives has no map, and its row means nothing.
+    """Forward: maps are counted among those of segments that state goes through, offsets by left numbers, and entered
+    segments are reached. Backward: maps by the numbers of bridges, offsets by entered numbers, and left segments are
+    reached. A segment at whose near end nothing arrives has no map, and its row means nothing.
     """
     own = part.rows(rank)
     fragments = np.arange(own.stop - own.start)
-    left, entered, bridge = (_numbers(chosen, table) for chosen in (table.left, table.entered, table.bridges))
-    bridge = np.minimum(bridge, max(len(table.bridges) - 1, 0))
+    left, entered = (_numbers(chosen, table) for chosen in (table.left, table.entered))
+    through, bridge = (
+        np.minimum(_numbers(chosen, table), max(len(chosen) - 1, 0)) for chosen in (table.through, table.bridges)
+    )
     first, last = (np.searchsorted(table.fragment, fragments, side) for side in ("left", "right"))
     out, come_in = np.flatnonzero(part.crossing_out[own]), np.flatnonzero(part.crossing_in[own])
     of_joint = table.fragment[table.joined]  # the fragment
@@ -81,30 +85,31 @@ def passages(part: Partition, rank: int, table: SegmentTable) -> tuple[Passage, 
     first_joint = np.cumsum(joints) - joints
     position = np.arange(len(of_joint)) - first_joint[of_joint]
 
-    def passage(*, near, far, step, maps, offsets, reached, begin, arriving, end, leaving, wanted) -> Passage:
+    def passage(*, near, far, step, maps, offsets, reached, begin, arriving, end, leaving) -> Passage:
         """near, far: the segments at each joint. begin, end: the segments at each fragment's ends, and which fragments
-        are reached there by the exchange and hand on to it. wanted: which fragments' composed maps are."""
+        are reached there by the exchange, so that their composed maps are wanted, and hand on to it."""
         arrival = np.full(len(fragments), -1)
         arrival[arriving] = np.arange(len(arriving))
-        through = np.flatnonzero(arrival[of_joint] >= 0)
+        behind = np.flatnonzero(arrival[of_joint] >= 0)
         count = len(near) + len(arriving)
         ends = leaving if len(near) else leaving[:0]
         segment = np.append(near, end[ends])
         chains = chains_of(
             np.append(of_joint, ends), np.append(step, joints[ends]), maps[segment], offsets[segment],
-            np.append(reached[far], count + np.arange(len(ends))), wanted=np.isin(fragments, wanted),
-            places=count + len(ends),
+            np.append(reached[far], count + np.arange(len(ends))), wanted=arrival >= 0, places=count + len(ends),
         )  # fmt: skip
-        return Passage(chains, count, reached[begin[arriving]], reached[far[through]], arrival[of_joint[through]])
+        handed = count + np.flatnonzero(arrival[ends] >= 0)
+        of_behind = reached[far[behind]], arrival[of_joint[behind]]
+        return Passage(chains, count, reached[begin[arriving]], *of_behind, handed)
 
     before, after = table.joined, table.joined + 1
     forward = passage(
-        near=before, far=after, step=position, maps=left, offsets=left, reached=entered,
-        begin=first, arriving=come_in, end=last - 1, leaving=out, wanted=np.append(come_in, out),
+        near=before, far=after, step=position, maps=through, offsets=left, reached=entered,
+        begin=first, arriving=come_in, end=last - 1, leaving=out,
     )  # fmt: skip
     backward = passage(
         near=after, far=before, step=joints[of_joint] - 1 - position, maps=bridge, offsets=entered, reached=left,
-        begin=last - 1, arriving=out, end=first, leaving=come_in, wanted=out,
+        begin=last - 1, arriving=out, end=first, leaving=come_in,
     )  # fmt: skip
     return forward, backward
 

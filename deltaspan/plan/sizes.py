@@ -84,13 +84,13 @@ def retained_bytes(
     table = segment_table(part, rank, segments)
     numbers = HV * K * V * len(table.entered)
     if transfers:
-        n_out, *_ = crossings(part)
+        n_out, _, n_through = crossings(part)
         own = len(head_ranges(HV, part.world_size)[rank])
         numbers += (
             HV * K * K * len(table.bridges)
             + {
                 "all_to_all": n_out.sum() * own * (K * V + K * K),
-                "ring": n_out[rank] * HV * K * K,
+                "ring": n_through[rank] * HV * K * K,
                 "all_gather": n_out.sum() * HV * (K * V + K * K),
             }[exchange]
         )

@@ -151,6 +151,7 @@ class RingHop(NamedTuple):
 
     source: np.ndarray  # [sent], fragments whose state goes one link on
     source_in: np.ndarray  # [sent], what the step before reached in the same fragments; meaningless in the first
+    through: np.ndarray  # [sent], the same fragments among those that state enters and leaves; meaningless there too
     target: np.ndarray  # [received], fragments that are reached
     send_counts: tuple[int, ...]  # [W]
     recv_counts: tuple[int, ...]
@@ -161,8 +162,10 @@ def ring_hops(part: Partition, rank: int) -> tuple[list[RingHop], list[RingHop]]
     reverse."""
     n_out, n_in = (np.cumsum(np.append(0, counts)) for counts in crossings(part)[:2])
     links = chain_links(part)
+    own = part.rows(rank)
+    through = np.flatnonzero(part.crossing_in[own][part.crossing_out[own]]) + n_out[rank]
 
-    def hop(source: tuple, source_in: tuple, target: tuple) -> RingHop:
+    def hop(source: tuple, source_in: tuple, target: tuple, out: np.ndarray) -> RingHop:
         (sources, source_base), (entered, entered_base), (targets, target_base) = source, source_in, target
         sender = np.searchsorted(source_base, sources, side="right") - 1
         receiver = np.searchsorted(target_base, targets, side="right") - 1
@@ -173,6 +176,7 @@ def ring_hops(part: Partition, rank: int) -> tuple[list[RingHop], list[RingHop]]
         return RingHop(
             sources[sent] - source_base[rank],
             entered[sent] - entered_base[rank],
+            np.searchsorted(through, out[sent]),
             targets[arriving] - target_base[rank],
             tuple(np.bincount(receiver[sent], minlength=part.world_size).tolist()),
             tuple(np.bincount(sender[arriving], minlength=part.world_size).tolist()),
@@ -181,6 +185,6 @@ def ring_hops(part: Partition, rank: int) -> tuple[list[RingHop], list[RingHop]]
     forward, backward = links.forward.steps, links.backward.steps
     reached = [step[2] for step in (*forward[:1], *forward)]
     return (
-        [hop((out, n_out), (reached[s][: len(out)], n_in), (i, n_in)) for s, (out, _, i) in enumerate(forward)],
-        [hop((i, n_in), (entered_out, n_out), (out, n_out)) for entered_out, i, out in backward],
+        [hop((out, n_out), (reached[s][: len(out)], n_in), (i, n_in), out) for s, (out, _, i) in enumerate(forward)],
+        [hop((i, n_in), (entered_out, n_out), (out, n_out), entered_out) for entered_out, i, out in backward],
     )

@@ -62,7 +62,7 @@ def rank_loads(part: Partition, segments: Sequence[int], *, hv: int, sms: int) -
     steps = walk_steps(part, segments, hv=hv, sm_count=sms)
     loads = []
     for rank, held in enumerate(rank_chunks(part)):
-        chunks = sum(chunks * count for chunks, _, count in held.runs)
+        chunks = sum(run.chunks * run.count for run in held.runs)
         longest = -(-held.longest // segments[rank])
         held_tokens = part.tokens(rank), held.fragments
         seams = entered[rank], left[rank]

@@ -180,9 +180,13 @@ def own_share_alone(scatter_gradient: Callable) -> Callable:
     return wrong
 
 
-def rounded_summaries(summary: Callable) -> Callable:
-    """For `summary`: what crosses ranks goes through bf16."""
-    return lambda *args: tuple(x.bfloat16().to(x.dtype) for x in summary(*args))
+def rounded_summaries(carry_states: Callable) -> Callable:
+    """For `carry_states`: what crosses ranks goes through bf16."""
+
+    def wrong(exchange: str, seams: Any, affine: Any, M: Tensor, b: Tensor, about: str) -> Any:
+        return carry_states(exchange, seams, affine, *(x.bfloat16().to(x.dtype) for x in (M, b)), about)
+
+    return wrong
 
 
 def unmerged_hops(carry_states: Callable) -> Callable:
@@ -222,9 +226,9 @@ def unfolded_maps(fold: Callable) -> Callable:
         folded = fold(affine, way, maps, offsets)
         if not way.chains.steps:
             return folded
-        rows = torch.cat([torch.stack(step, 1) for step in way.chains.steps])
-        rows = rows[rows[:, 2].sort().indices][-len(folded.last_maps) :] if len(folded.last_maps) else rows[:0]
-        return folded._replace(last_maps=maps[rows[:, 0]])
+        rows, _, places = (torch.cat(column) for column in zip(*way.chains.steps, strict=True))
+        of_place = rows.new_zeros(way.chains.places).index_copy_(0, places, rows)
+        return folded._replace(last_maps=maps[of_place[way.handed]])
 
     return wrong
 

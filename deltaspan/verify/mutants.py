@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "summaries in bf16", "What crosses ranks is rounded to 8 bits.",
-        (FORWARD, GRADIENTS), "deltaspan.kernels.torch:summary", faults.rounded_summaries,
+        (FORWARD, GRADIENTS), "deltaspan.op.forward:carry_states", faults.rounded_summaries,
     ),
     Mutant(
         "ring without merging", "The ring hands on a fragment's own state without what entered it.",

@@ -217,13 +217,14 @@ def absolute(x: Value) -> Value:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Value], dtype: torch.dtype, is_pure: bool, pack: int
 ) -> Value:
-    """Only what is known here: exp2, a reciprocal, a bf16 number times the sum of two, and a move, which computes
-    nothing."""
+    """Only what is known here: exp2, a reciprocal, a sum, a bf16 number times the sum of two, and a move."""
     operation = asm.split()[0]
     if operation == "ex2.approx.ftz.f32":
         return exp2(*args)
     if operation == "rcp.approx.ftz.f32":
         return reciprocal(*args)
+    if operation == "add.rn.f32":
+        return args[0] + args[1]
     if operation == "mul.rn.bf16x2":
         x, high, low = (arg.to(torch.float32) for arg in args)
         return (x * high + (x * low).to(torch.bfloat16).to(torch.float32)).to(torch.bfloat16)

@@ -110,7 +110,7 @@ def seams(part: Partition, rank: int) -> Seams:
 
     def hops() -> tuple[tuple[Hop, ...], ...]:
         return tuple(
-            tuple(Hop(step == 0, *map(torch.from_numpy, hop[:3]), *hop[3:]) for step, hop in enumerate(way))
+            tuple(Hop(step == 0, *map(torch.from_numpy, hop[:4]), *hop[4:]) for step, hop in enumerate(way))
             for way in ring_hops(part, rank)
         )
 
@@ -124,16 +124,15 @@ def seams(part: Partition, rank: int) -> Seams:
 def test_states_and_adjoints_come_home(
     rng: torch.Generator, part: Partition, heads: int, exchange: str, keep: bool
 ) -> None:
-    """Without what was kept, maps of fragments that state enters and leaves are enough; others' are not looked at."""
+    """By the maps of fragments that state enters and leaves alone."""
     M, b, d = drawn(rng, part, heads)
     forward, backward = links(part)
 
     def program(rank: int, *share: Tensor) -> Program[tuple[Tensor, Tensor]]:
         mine, (M, b, d) = seams(part, rank), share
+        M = M[mine.own_through]
         entry, kept = yield from carry_states(exchange, mine, affine, M, b, "")
-        known = torch.full_like(M, torch.nan)
-        known[mine.own_through] = M[mine.own_through]
-        both = (kept, None) if keep else (None, known)
+        both = (kept, None) if keep else (None, M)
         return entry, (yield from carry_adjoints(exchange, mine, affine, *both, d, ""))
 
     n_out, n_in = (n.tolist() for n in crossings(part)[:2])

@@ -333,6 +333,47 @@ def test_chains(rng: torch.Generator, machine: Machine, transposed: bool, given:
                 assert torch.equal(found_maps[place], passed)
 
 
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32)
+
+
+def test_maps_say_of_themselves_that_nothing_is_felt(rng: torch.Generator, machine: Machine) -> None:
+    """By -0.0 in every element, which no other map has in any, be it zero to the last."""
+    x = drawn(rng, [64 * 3, 64, 64], group=3, decay="slow")
+    x.g[: 64 * 3] = -0.9  # 2^-166 in the last two chunks, so that nothing is felt
+    x.g[: 64 * 3, 1] *= 0.4  # 2^-100 in all, and is
+    x.g[64 * 3 : 64 * 4, 0] = -1.6  # 2^-148, walked for nothing
+    M = machine.transfer(x.to(machine.device)).cpu()
+    assert (bits(M[0, 0::2]) == -(2**31)).all()
+    assert not (bits(M[0, 1]) == -(2**31)).any() and not (bits(M[1:]) == -(2**31)).any()
+    assert not M[1, 0].any() and M[0, 1].any() and M[2].any()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_chains_skip_what_is_not_felt(rng: torch.Generator, machine: Machine, transposed: bool) -> None:
+    """With the bits of the product, also where a state is no number; NaN in what is skipped goes unread."""
+    maps, b = (torch.randn(5, 2, 128, 128, generator=rng) / n for n in (11, 1))
+    b[3, 1, 7, 40], b[1, 0, 2, 3] = torch.nan, torch.inf  # heads of the long chain and of the pair
+    plain, skipped = maps.clone(), maps
+    skipped[2, :, :], skipped[3, 0] = torch.nan, torch.nan
+    skipped[2, :, 0, 0] = skipped[3, 0, 0, 0] = -0.0
+    plain[2], plain[3, 0] = 0.0, 0.0
+    device, compose = machine.device, machine.module("compose")
+    arrays = {name: torch.from_numpy(getattr(CHAINS, name)).int().to(device) for name in ("table", "starts", "wanted")}
+    chains = CHAINS._replace(**arrays)
+    (M, o), (N, p) = (
+        compose.chain(m.mT if transposed else m, b.to(device), chains, maps=True)
+        for m in (x.to(device) for x in (skipped, plain))
+    )
+    used, wanted = CHAINS.table[:, 2], [0, 4, 3]
+    assert o[used].isnan().any() and o[used].isfinite().any()
+    torch.testing.assert_close(o[used], p[used], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(M[wanted], N[wanted], rtol=0, atol=0, equal_nan=True)
+    assert (bits(M[4]) == -(2**31)).all() and not (bits(N[4]) == -(2**31)).any()  # composed with such
+    one, other = (compose.merge(*(t.to(device) for t in (m[2], b[3], b[0]))) for m in (skipped, plain))
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 ARRIVE = "        barrier()\n        mbarrier.arrive(ready.index(b), count=1)\n"
 FAULTS = {
     "no wait for what is prepared": ("forward", "        mbarrier.wait(ready.index(b), (i >> 1) & 1)\n", ""),

@@ -9,6 +9,8 @@ from torch import Tensor
 
 import deltaspan as ds
 from deltaspan import reference
+from deltaspan.kernels import torch as tier
+from deltaspan.kernels.stages import Runs
 from deltaspan.plan import RULES, segment_table
 from tests.helpers import gloo, same_bits
 from tests.op.support import (
@@ -231,3 +233,28 @@ def test_only_what_crosses_is_summarised(rng: torch.Generator, monkeypatch: pyte
     assert set(table.left) == set(table.joined) and set(table.entered) == set(table.joined + 1)
     (cut,) = (ctx._cut(view, 3, None) for view in ctx._views)
     assert len(cut.left.order) == len(cut.entered.order) == len(table.joined)
+
+
+@pytest.mark.parametrize("mode", [{}, {"save_transfer": False}, {"boundary_mode": "replay"}], ids=str)
+@pytest.mark.parametrize("segments", [1, 2, 3])
+@pytest.mark.parametrize(("world_size", "layout"), [(1, "contiguous"), (3, "contiguous"), (2, "zigzag"), (3, "ragged")])
+def test_maps_are_made_of_what_is_entered_and_left(
+    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, world_size: int, layout: str, segments: int, mode: dict
+) -> None:
+    """And of nothing else, in either direction; what is not made was not needed."""
+    pack = drawn(rng, decay="slow")
+    ctx = simulate(split(pack.cu_seqlens, world_size, layout, rng))
+    segments = min(segments, -(-ctx.part.longest // 64))
+    tables = [segment_table(ctx.part, rank, segments) for rank in range(world_size)]
+    wanted = [sorted(set(table.left) & set(table.entered)) for table in tables]
+    assert sum(map(len, wanted)) < sum(len(table.left) for table in tables) or not any(len(t.left) for t in tables)
+    made, transfer = [], tier.transfer
+
+    def counted(tape: object, runs: Runs) -> Tensor:
+        made.append(runs.slots.sort().values.tolist())
+        return transfer(tape, runs)
+
+    monkeypatch.setattr(tier, "transfer", counted)
+    assert_exact(join(ctx.part, run_rule(pack, ctx, segments=segments, **mode)), truth(pack), TOLERANCE)
+    linked = [slots for view, slots in zip(ctx._views, wanted, strict=True) if ctx._cut(view, 3, segments).linked]
+    assert made == linked * (2 if mode else 1)

@@ -39,10 +39,11 @@ def row(lengths: list[int], world_size: int, layout: str) -> Partition:
     return partition([0, *accumulate(lengths)], world_size, layout)
 
 
-def rank_of(table: list[tuple[int, bool]]) -> RankChunks:
-    """A rank from (chunks, state leaves for another fragment) by fragment."""
-    chunks, crosses_out = zip(*table, strict=True) if table else ((), ())
-    return RankChunks.of(np.array(chunks, dtype=np.int64), np.array(crosses_out, dtype=bool))
+def rank_of(table: list[tuple[int, bool] | tuple[int, bool, bool]]) -> RankChunks:
+    """A rank from (chunks, state leaves for another fragment, and enters from one: False) by fragment."""
+    rows = [(*row, False)[:3] for row in table]
+    chunks, *crosses = zip(*rows, strict=True) if rows else ((), (), ())
+    return RankChunks.of(np.array(chunks, dtype=np.int64), *(np.array(column, dtype=bool) for column in crosses))
 
 
 # few and many heads and multiprocessors, those of real models and GPUs more often

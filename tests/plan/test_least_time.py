@@ -19,12 +19,13 @@ PACKS = json.loads(files("deltaspan").joinpath("data/packs.json").read_text())["
 RECORD = json.loads((DATA / "plan_least_time.json").read_text())
 RANDOM = settings(max_examples=60, deadline=None)
 
-Table = list[tuple[int, bool]]  # (chunks, state leaves for another fragment) by fragment
+Table = list[tuple[int, bool, bool]]  # (chunks, state leaves for another fragment, and enters from one) by fragment
 
-small_tables = st.lists(st.tuples(st.integers(0, 40) | st.integers(0, 600), st.booleans()), max_size=4)
+small_tables = st.lists(st.tuples(st.integers(0, 40) | st.integers(0, 600), st.booleans(), st.booleans()), max_size=4)
 times = st.builds(
     ForwardTimes,
-    **{name: st.integers(1, 300) for name in ForwardTimes._fields} | {"faded": st.integers(0, 9000)},
+    **{name: st.integers(1, 300) for name in ForwardTimes._fields}
+    | {"faded": st.integers(0, 9000), "map_faded": st.integers(0, 3000)},
 )
 
 
@@ -38,23 +39,26 @@ def busiest(lengths: list[int], machines: int) -> int:
 
 def time_of(table: Table, cut: int, hv: int, sm_count: int, times: ForwardTimes) -> ByDecay:
     """Program by program."""
-    walks, summaries, alike = [], [], (cut - 1) * times.compose
-    for chunks, crosses_out in table:
+    walks, exits, maps, alike = [], [], [], (cut - 1) * times.compose
+    for chunks, crosses_out, crosses_in in table:
         pieces = [-(-chunks // cut)] * min(cut, chunks) * hv  # all as long as the longest
         handed_on = pieces if crosses_out else pieces[hv:]
         walks += pieces
-        summaries += handed_on
-        alike += len(handed_on) * (times.crossing if crosses_out else times.state)
+        exits += handed_on
+        maps += handed_on if crosses_in else handed_on[hv:]
+        alike += len(handed_on) * (times.crossing if crosses_in else times.state)
     whole = busiest(walks, sm_count) * times.walk + sum(walks) * times.crowd // sm_count
     alike += min(whole, busiest(walks * 2, sm_count) * times.half)
-    faded = [times.faded if steps >= 27 else times.short * steps for steps in summaries]
-    slow = busiest(summaries, sm_count) * times.slow + sum(summaries) * times.slow_crowd // sm_count
-    return ByDecay(alike + busiest(faded, sm_count), alike + slow)
+    moderate = slow = alike
+    for these, faded, short, step, crowd in ((exits, *times[3:7]), (maps, *times[7:11])):
+        moderate += busiest([faded if steps >= 27 else short * steps for steps in these], sm_count)
+        slow += busiest(these, sm_count) * step + sum(these) * crowd // sm_count
+    return ByDecay(moderate, slow)
 
 
 def best(table: Table, hv: int, sm_count: int, times: ForwardTimes) -> int:
     """Of all cuts."""
-    longest = max((chunks for chunks, _ in table), default=0)
+    longest = max((chunks for chunks, *_ in table), default=0)
     found = {cut: time_of(table, cut, hv, sm_count, times) for cut in range(1, max(1, min(64, longest)) + 1)}
     bound = min(time.moderate for time in found.values()) * 106
     weighed = {cut: time.moderate + 2 * time.slow for cut, time in found.items() if 100 * time.moderate <= bound}
@@ -64,7 +68,7 @@ def best(table: Table, hv: int, sm_count: int, times: ForwardTimes) -> int:
 @RANDOM
 @given(small_tables, st.integers(1, 64), st.integers(1, 12), st.integers(1, 140), times)
 def test_the_time_of_a_rank_is_that_of_its_programs(table, cut, hv, sm_count, times):
-    cut = min(cut, max([1, *(chunks for chunks, _ in table)]))
+    cut = min(cut, max([1, *(chunks for chunks, *_ in table)]))
     assert forward_time(rank_of(table), cut, hv, sm_count, times) == time_of(table, cut, hv, sm_count, times)
 
 
@@ -118,18 +122,22 @@ def test_one_long_document_is_cut_and_four_short_ones_are_not():
     whole = rank_of([(249, False)])
     # 48 walks leave 84 multiprocessors idle, 96 on halves of V 36
     assert forward_time(whole, 1, 48, 132, H200_TIMES) == (249 * 168, 249 * 168)
-    # in five: 240 walks of 50 chunks and 192 summaries, both in two rounds
+    # in five: 240 walks of 50 chunks, 192 exit states and 144 maps, all in two rounds
     alike = 2 * 50 * 210 + 240 * 50 * 26 // 132 + 192 * 30 + 4 * 470
-    slow = 2 * 50 * 210 + 192 * 50 * 122 // 132
-    assert forward_time(whole, 5, 48, 132, H200_TIMES) == (alike + 2 * 2700, alike + slow)
-    # in ten what is summarised is short: 480 walks of 25 chunks and 432 summaries, in four rounds
+    slow = 2 * 50 * 82 + 192 * 50 * 48 // 132 + 2 * 50 * 128 + 144 * 50 * 74 // 132
+    assert forward_time(whole, 5, 48, 132, H200_TIMES) == (alike + 2 * 2270 + 2 * 430, alike + slow)
+    # in two nothing enters what is left
+    alike = 125 * 210 + 96 * 125 * 26 // 132 + 48 * 30 + 470
+    assert forward_time(whole, 2, 48, 132, H200_TIMES) == (alike + 2270, alike + 125 * 82 + 48 * 125 * 48 // 132)
+    # in ten what is summarised is short: 480 walks of 25 chunks and 432 exit states in four rounds, 384 maps in three
     alike = 4 * 25 * 210 + 480 * 25 * 26 // 132 + 432 * 30 + 9 * 470
-    assert forward_time(whole, 10, 48, 132, H200_TIMES).moderate == alike + 4 * 25 * 160
-    # with another fragment behind it one summary more, all with composed maps
-    crossing = rank_of([(249, True)])
-    alike = 2 * 50 * 210 + 240 * 50 * 26 // 132 + 240 * 70 + 4 * 470
-    assert forward_time(crossing, 5, 48, 132, H200_TIMES).moderate == alike + 2 * 2700
-    cuts = [row_segments([rank_of([(n, False)])], hv=48, sm_count=132, rule=HOPPER_RULE) for n in (60, 249, 498, 1992)]
+    assert forward_time(whole, 10, 48, 132, H200_TIMES).moderate == alike + 4 * 25 * 97 + 3 * 25 * 63
+    # with another fragment behind it one exit state and one map more; with one before it a map, and all are composed
+    alike = 2 * 50 * 210 + 240 * 50 * 26 // 132 + 4 * 470
+    head, middle = (rank_of([(249, True, entered)]) for entered in (False, True))
+    assert forward_time(head, 5, 48, 132, H200_TIMES).moderate == alike + 240 * 30 + 2 * 2270 + 2 * 430
+    assert forward_time(middle, 5, 48, 132, H200_TIMES).moderate == alike + 240 * 70 + 2 * 2270 + 2 * 430
+    cuts = [row_segments([rank_of([(n, False)])], hv=48, sm_count=132, rule=HOPPER_RULE) for n in (60, 498, 996, 1992)]
     assert cuts == [[1], [2], [5], [8]]
     assert row_segments([rank_of([(128, False)] * 4)], hv=48, sm_count=132, rule=HOPPER_RULE) == [1]
 
@@ -162,14 +170,14 @@ def test_what_no_cut_can_fall_below_may_lie_a_little_above_the_least(monkeypatch
     assert row_segments([rank_of([(2, False)])], hv=1, sm_count=1, rule=HOPPER_RULE) == [2]
 
 
-@pytest.mark.parametrize(("steps", "summary"), [(26, 26 * 160), (27, 2700)])
+@pytest.mark.parametrize(("steps", "summary"), [(26, 26 * 97), (27, 2270)])
 def test_a_summary_of_a_short_segment_walks_all_of_it(steps, summary):
     alike = steps * 168 + 30 + 470  # two walks, on halves of V
     assert forward_time(rank_of([(2 * steps, False)]), 2, 1, 132, H200_TIMES).moderate == alike + summary
 
 
 def test_a_rank_is_cut_for_itself():
-    part = row(PACKS["P1"], 4, "C")
+    part = row(PACKS["P2"], 4, "Z")
     plan = plan_segments(part, hv=48, sm_count=132, rule=HOPPER_RULE)
     alone = [row_segments([rank], hv=48, sm_count=132, rule=HOPPER_RULE) for rank in rank_chunks(part)]
     assert [[cut] for cut in plan] == alone and len(set(plan)) > 2
@@ -178,8 +186,11 @@ def test_a_rank_is_cut_for_itself():
 @pytest.mark.parametrize("factor", [0, 5])
 @pytest.mark.parametrize("name", ForwardTimes._fields)
 def test_every_time_decides_a_plan(name, factor, monkeypatch):
+    rows = [(part_of(n), of["hv"], of["sm"]) for n, of in CASES.items()]
+    rows += [(row(json.loads(lengths), 1, "C"), hv, 132) for lengths in RECORD["documents"] for hv in (6, 12, 48)]
+
     def plans() -> list[list[int]]:
-        return [plan_segments(part_of(n), hv=of["hv"], sm_count=of["sm"], rule=HOPPER_RULE) for n, of in CASES.items()]
+        return [plan_segments(part, hv=hv, sm_count=sm, rule=HOPPER_RULE) for part, hv, sm in rows]
 
     before = plans()
     times = H200_TIMES._replace(**{name: factor * getattr(H200_TIMES, name)})

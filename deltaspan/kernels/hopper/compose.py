@@ -3,12 +3,16 @@
 What a chain of maps loses is lost for every token behind it, so fp32 operands are split into two TF32 numbers each, and
 of their products all but that of the small ones are formed on the tensor cores: 22 bits, as in the maps themselves. The
 order of sums is that of K, whatever is composed beside it: exchanges that compose elsewhere get the same bits.
+
+A map that says of itself that it is nothing (`transfer.py`), or was composed with such a one, takes no product. What it
+would multiply is looked at all the same, for what is no number stays none.
 """
 
 import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.gluon import launch, tl, triton
+from deltaspan.kernels.hopper.transfer import NO_MAP
 from deltaspan.plan import Chains
 
 DIM = tl.constexpr(128)
@@ -21,10 +25,15 @@ def step(M, x, b, WIDTH: tl.constexpr, PITCH: tl.constexpr, NEXT: tl.constexpr):
     """M x + b for M [128, 128] and x, whose rows are WIDTH apart, at pointers, b [128, COLUMNS]."""
     rows = tl.arange(0, DIM)
     columns = tl.arange(0, COLUMNS)
-    for first in range(0, DIM, PART):
-        inner = first + tl.arange(0, PART)
-        m = tl.load(M + rows[:, None] * PITCH + inner[None, :] * NEXT)
-        b = tl.dot(m, tl.load(x + inner[:, None] * WIDTH + columns[None, :]), b, input_precision="tf32x3")
+    if tl.load(M).to(tl.int32, bitcast=True) == NO_MAP:
+        unread = tl.load(x + rows[:, None] * WIDTH + columns[None, :])
+        b = tl.where((tl.sum(unread - unread, 0) == 0.0)[None, :], b, float("nan"))
+    else:
+        for first in range(0, DIM, PART):
+            inner = first + tl.arange(0, PART)
+            m = tl.load(M + rows[:, None] * PITCH + inner[None, :] * NEXT)
+            b = tl.dot(m, tl.load(x + inner[:, None] * WIDTH + columns[None, :]), b, input_precision="tf32x3")
+        b += 0.0  # of maps, no zero that would say that there is none
     return b
 
 
@@ -70,7 +79,7 @@ def chain_kernel(
         row = tl.load(members + 3 * i).to(tl.int64) * map_row
         offset = tl.load(members + 3 * i + 1).to(tl.int64) * offset_row
         to = out + tl.load(members + 3 * i + 2).to(tl.int64) * (HV * DIM * DIM)
-        x = tl.zeros([DIM, COLUMNS], tl.float32)
+        x = tl.full([DIM, COLUMNS], NO_MAP, tl.int32).to(tl.float32, bitcast=True)
         if not of_map:
             x = tl.load(offsets + offset + rows[:, None] * DIM + columns[None, :])
         if i > begin:

@@ -48,6 +48,12 @@ def reciprocal(x):
 
 
 @gluon.jit
+def rounded_sum(x, y):
+    """x + y in fp32, of a product that is rounded before: not in one operation with it."""
+    return gl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=r,r,r", [x, y], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def narrowed(x):
     """x in bf16, and not in fp32 beside it: the compiler would keep both in registers."""
     x = x.to(gl.bfloat16)

@@ -50,7 +50,6 @@ __all__ = [
     "prep",
     "pull_back",
     "restore",
-    "summary",
     "transfer",
     "walk",
 ]
@@ -103,18 +102,13 @@ def prep(
     return Tape(q, k, v, g, beta, made, grid, scale, raw, Tilings())
 
 
-def summary(tape: Tape, runs: Runs, entry: Tensor) -> tuple[Tensor, Tensor]:
-    """The affine map of each run: M [n, HV, 128, 128], and its exit state from `entry`, like it."""
-    return transfer(tape, runs), exit_states(tape, runs, entry)
-
-
 def exit_states(tape: Tape, runs: Runs, entry: Tensor) -> Tensor:
     """The exit state of each run from `entry`, [n, HV, 128, 128]."""
     return _walked(tape, runs, entry, output=False, exits=True)[1]
 
 
 def transfer(tape: Tape, runs: Runs) -> Tensor:
-    """The maps M [n, HV, 128, 128] alone."""
+    """The maps M of runs, by which each answers what is added to its entry state, [n, HV, 128, 128]."""
     return transferred(tape.k, tape.made, runs.table)
 
 

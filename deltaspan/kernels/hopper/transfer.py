@@ -19,7 +19,8 @@ of M^T with K is added to what is left of M^T K^T when its high half is taken.
 Raw keys are multiplied by their inverse lengths on their way into fp16; A^T K, with A as prep leaves it then, is that
 of ready keys already.
 
-Where everything decays below the smallest fp32 number within the segment, M is zero and nothing is walked.
+Where everything decays below the smallest fp32 number within the segment, M is zero and nothing is walked. All of it is
+then -0.0, and no zero of any other map is: so whoever multiplies by it knows from its first element.
 """
 
 import torch
@@ -35,6 +36,7 @@ from deltaspan.kernels.hopper.gluon import (
     launch,
     load_tile,
     mbarrier,
+    rounded_sum,
     row_tiles,
     tiles,
     warpgroup_mma,
@@ -53,6 +55,7 @@ PART = gl.constexpr(64)  # columns of K and X that are prepared at a time, in fe
 FRESH = gl.constexpr(4)  # chunks between two adjustments of the range
 LARGEST = gl.constexpr(4)  # log2 of a row's largest element then, at most: it can grow by 2^8 before its product with K
 # of 128 channels overflows fp16, and shrink by 2^6 before its lower half loses bits
+NO_MAP = gl.constexpr(-(2**31))  # the bits of -0.0, every element of a map that was not walked
 
 
 @gluon.jit
@@ -221,7 +224,9 @@ def walk(out, keys, xs, ready, free, n, decay, FIRST: gl.constexpr, TERMS: gl.co
                 R, r_low, x = warpgroup_mma_wait(0, deps=[R, r_low, x])
                 T = T - R
             mbarrier.arrive(free.index(b), count=1)
-    T = T * exp2(decay - scaled.to(gl.float32))[:, None]
+    nothing = gl.full([ROWS], NO_MAP, gl.int32, gl.SliceLayout(1, STATE)).to(gl.float32, bitcast=True)
+    zero = gl.where(n > 0, 0.0, nothing)
+    T = rounded_sum(T * gl.where(n > 0, exp2(decay - scaled.to(gl.float32)), nothing)[:, None], zero[:, None])
     gl.store(out + column[None, :] * HEAD_DIM + (FIRST + row)[:, None], T)
 
 

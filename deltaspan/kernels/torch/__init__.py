@@ -12,7 +12,7 @@ from deltaspan.kernels.torch.conv import activation_gradient, conv_gradients, co
 from deltaspan.kernels.torch.gradients import gradients
 from deltaspan.kernels.torch.prep import prep
 from deltaspan.kernels.torch.tapes import KEPT_TENSORS, keep, kept_bytes, restore
-from deltaspan.kernels.torch.walk import States, chain, merge, summary, transfer, walk
+from deltaspan.kernels.torch.walk import States, chain, exit_states, merge, transfer, walk
 
 __all__ = [
     "KEPT_TENSORS",
@@ -23,6 +23,7 @@ __all__ = [
     "chain",
     "conv_gradients",
     "convolve",
+    "exit_states",
     "gradients",
     "keep",
     "kept_bytes",
@@ -31,7 +32,6 @@ __all__ = [
     "prep",
     "pull_back",
     "restore",
-    "summary",
     "transfer",
     "walk",
 ]

@@ -33,12 +33,15 @@ def merge(M: Tensor, X: Tensor, b: Tensor) -> Tensor:
 def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) -> tuple[Tensor | None, Tensor | None]:
     """Composes maps M [rows, HV, K, K] and offsets b [rows, HV, K, V] along chains, by `merge`: [places, HV, K, K] and
     [places, HV, K, V]. With `maps`, those of all chains, wanted or not."""
+    if b is None and not maps:
+        return None, None
     offsets = M[..., :0] if b is None else b
     K = M.shape[-1] if maps else 0
     alone = pad(offsets, (K, 0))  # next to a map of nothing: [0 | b]
     passed = alone.new_empty(chains.places, *alone.shape[1:])
     state = None
     for row, offset, place in chains.steps:
+        offset = row if b is None else offset
         if state is None:
             state = torch.cat([M[row], offsets[offset]], -1) if maps else offsets[offset]
         else:
@@ -49,21 +52,18 @@ def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) ->
 
 
 @full_precision()
-def summary(tape: Tape, runs: Runs, entry: Tensor) -> tuple[Tensor, Tensor]:
-    """The affine map of each run: its exit state b from `entry`, and M, by which it answers what is added to `entry`.
-
-    entry [S, HV, K, V] -> M [n, HV, K, K], b [n, HV, K, V].
-    """
+def exit_states(tape: Tape, runs: Runs, entry: Tensor) -> Tensor:
+    """The exit state of each run from `entry` [S, HV, K, V], [n, HV, K, V]."""
     state = entry[runs.slots]
     for step, n in enumerate(runs.active):
         c = runs.first[:n] + step
         state[:n] = tape.gamma[c] * state[:n] + tape.rk[c].mT @ (tape.u[c] - tape.w[c] @ state[:n])
-    return transfer(tape, runs), state[runs.inverse]
+    return state[runs.inverse]
 
 
 @full_precision()
 def transfer(tape: Tape, runs: Runs) -> Tensor:
-    """The maps M [n, HV, K, K] of `summary` alone."""
+    """The maps M of runs, by which each answers what is added to its entry state, [n, HV, K, K]."""
     HV, K = tape.rk.shape[1], tape.rk.shape[-1]
     M = torch.eye(K, dtype=tape.rk.dtype, device=tape.rk.device).expand(len(runs.order), HV, -1, -1).clone()
     for step, n in enumerate(runs.active):
