@@ -123,8 +123,8 @@ def test_any_slabs_give_the_same_bits(
 ) -> None:  # fmt: skip
     """Also where a slab's programs are so few that they walk on halves of V."""
     tier = select.tier("hopper")
-    ctx = ds.build_context(ds.partition([0, 66], 1), device=hopper, sm_count=1)
-    x = [*operands(rng, 66, H, 2 * H, hopper), leaf(torch.randn(1, 2 * H, 128, 128, generator=rng).to(hopper))]
+    ctx = ds.build_context(ds.partition([0, 30, 66], 1), device=hopper, sm_count=1)
+    x = [*operands(rng, 66, H, 2 * H, hopper), leaf(torch.randn(2, 2 * H, 128, 128, generator=rng).to(hopper))]
     o = ds.chunk_gated_delta_rule(*x[:5], ctx, initial_state=x[5], backend="hopper")[0]
     do = torch.randn(o.shape, generator=rng).to(o)
     found = []

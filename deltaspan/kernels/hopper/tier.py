@@ -116,7 +116,7 @@ def exit_states(tape: Tape, runs: Runs, entry: Tensor) -> Tensor:
 
 def transfer(tape: Tape, runs: Runs) -> Tensor:
     """The maps M [n, HV, 128, 128] alone."""
-    return transferred(tape.k, tape.made, runs.table)
+    return transferred(tape.k, tape.made, runs.table, tilings=tape.tilings)
 
 
 def walk(
