@@ -31,7 +31,6 @@ from deltaspan.kernels.torch.inputs import raw_gradients, ready
 from deltaspan.plan import CHUNK
 
 __all__ = [
-    "KEPT_TENSORS",
     "Adjoint",
     "Tape",
     "activation_gradient",
@@ -46,6 +45,7 @@ __all__ = [
     "gradients",
     "keep",
     "kept_bytes",
+    "kept_tensors",
     "merge",
     "preactivation",
     "prep",
@@ -56,7 +56,6 @@ __all__ = [
     "walk",
 ]
 
-KEPT_TENSORS = 5
 MOST_SLABS = 4  # a fifth would save another 5 % of a step's peak
 WAVES = 2  # that the programs of a slab's walk fill at least, or its last ones leave too much of the device idle
 STATE = torch.float32  # the type of states, and of what is made ready
@@ -196,10 +195,14 @@ def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) ->
     return entering, dq, dk, dv, *dgates
 
 
+def kept_tensors(l2norm: bool) -> int:
+    """How many `keep` returns."""
+    return len(Prepared._fields) - (not l2norm)
+
+
 def keep(tape: Tape, states: Entered) -> tuple[Tensor, ...]:
-    """What prep made; an empty tensor in the place of lengths that are not there."""
-    *made, lengths = tape.made
-    return *made, tape.made.reach.new_empty(0) if lengths is None else lengths
+    """What prep made."""
+    return tape.made if tape.raw.l2norm else tape.made[:4]  # there are lengths of raw q and k alone
 
 
 def restore(
@@ -207,10 +210,8 @@ def restore(
     *, scale: float, raw: Raw,
 ) -> tuple[Tape, None]:  # fmt: skip
     """The tape of which `keep` has told, with the operands and tables of the forward. States are walked again."""
-    *made, lengths = kept
     operands, raw = _as_read(q, k, v, g, beta, raw)
-    made = Prepared(*made, lengths if raw.l2norm else None)
-    return Tape(*operands, made, grid, scale, raw, Tilings()), None
+    return Tape(*operands, Prepared(*kept), grid, scale, raw, Tilings()), None
 
 
 def kept_bytes(chunks: int, *, H: int, HV: int, K: int, V: int, state_size: int, l2norm: bool) -> int:
