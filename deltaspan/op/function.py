@@ -172,7 +172,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         handle: RecomputeHandle | None,
         region: Region | None,
         ranks: list[Operands],
-        anchor: Tensor,
+        anchor: Tensor | None,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """ranks: the operands without their batch axes; flat: as they were given."""

@@ -167,11 +167,9 @@ def step_bytes(T: int, H: int, HV: int, chunks: int, segments: int, slabs: int) 
     results = T * (2 * 256 * HV + 2 * 256 * H + 2 * 4 * HV)  # o, dq, dk, dv, dg, dbeta
     prepared = chunks * (HV * (64 * 64 * 2 + 64 * 4 + 4) + 4 * H)
     walked = chunks * HV * 2 * 128 * 128 * 2  # S, D
-    states = segments * 4 * HV * 128 * 128  # where segments are entered, and adjoints at both ends; of a slab these
-    if slabs == 1:
-        return results + prepared + 3 * states + walked
-    largest = -(-H // slabs)  # of heads
-    return results + prepared + 3 * states + (walked + 2 * states) * largest // H
+    states = segments * 4 * HV * 128 * 128  # where segments are entered, and adjoints at both ends
+    largest = -(-H // slabs)  # of a slab's heads
+    return results + prepared + 3 * states + walked * largest // H
 
 
 @pytest.mark.parametrize(
