@@ -18,7 +18,7 @@ them in question. State S and its adjoint D are [K, V]; states are FP32, or FP64
     entering, dq, dk, dv, dg, dbeta, dA_log, ddt_bias = pull_back(adjoint, runs, states, leaving)
         leaving [S, HV, K, V] -> entering like it; gradients like the operands, the last two [HV], None for no such
 
-    KEPT_TENSORS = len(keep(tape, states))
+    n = kept_tensors(l2norm)                        how many keep() returns
     tensors = keep(tape, states)                    what the adjoint stages read of both, beside operands and tables
     tape, states = restore(tensors, q, k, v, g, beta, grid, scale=, raw=)      None for states that are walked again
     bytes = kept_bytes(chunks, H=, HV=, K=, V=, state_size=, l2norm=)

@@ -275,7 +275,9 @@ def _check_tokens(x: Tensor, dim: int, ctx: Context, bound: str, tokens: int) ->
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(fn: Any, ctx: Context, dim: int, total: int, anchor: Tensor, *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        fn: Any, ctx: Context, dim: int, total: int, anchor: Tensor | None, *shards: Tensor
+    ) -> tuple[Tensor, ...]:
         fn.context, fn.dim = ctx, dim
         group = ctx._group
         rows = ctx._transport.run([gather_tokens(x.movedim(dim, 0), group.tokens, group.place) for x in shards])

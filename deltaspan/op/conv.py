@@ -130,7 +130,7 @@ class _CausalConv1d(torch.autograd.Function):
         tiers: list[Any],
         count: int,
         handle: RecomputeHandle | None,
-        anchor: Tensor,
+        anchor: Tensor | None,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ranks = _by_rank(flat, count)

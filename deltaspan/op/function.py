@@ -14,7 +14,7 @@ from deltaspan.op.keeping import Keeping
 from deltaspan.op.operands import Operands, squeeze, without_batch
 from deltaspan.op.options import Options
 from deltaspan.op.recompute import RULE, RecomputeHandle, Region, check_handle, surrounding, taken, unread
-from deltaspan.op.saved import check_saved
+from deltaspan.op.saved import check_saved, saved_at_seams
 from deltaspan.op.together import anchor, any_state_crosses
 
 
@@ -172,15 +172,20 @@ class _GatedDeltaRule(torch.autograd.Function):
         handle: RecomputeHandle | None,
         region: Region | None,
         ranks: list[Operands],
-        anchor: Tensor,
+        anchor: Tensor | None,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """ranks: the operands without their batch axes; flat: as they were given."""
-        keeping = Keeping.of(options, region, flat, len(ranks), tier.KEPT_TENSORS)
+        seams = [
+            saved_at_seams(view, ctx._cut(view, x.v.shape[1], options.segments), options)
+            for view, x in zip(ctx._views, ranks, strict=True)
+        ]
+        tape = tier.kept_tensors(options.use_qk_l2norm_in_kernel)
+        keeping = Keeping.of(options, region, flat, seams, tape)
         done = _run(ctx, tier, options, handle, ranks, output=keeping.output)
         fn.context, fn.options, fn.given, fn.keeping = ctx, options, len(flat), keeping
-        fn.templates = [f.saved.with_tensors((), ()) for f in done]
-        fn.save_for_backward(*flat, *keeping.tensors(options, done))
+        fn.templates = keeping.templates(options, done)
+        fn.save_for_backward(*flat, *keeping.tensors(done))
         fn.set_materialize_grads(False)
         outputs = [unread(x.v) if f.o is None else f.o for f, x in zip(done, ranks, strict=True)]
         return *batched(outputs, _by_rank(flat)), *(f.final_state for f in done if f.final_state is not None)

@@ -57,10 +57,12 @@ def packed_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """The rows [T, channels] of which q, k [T, H, K] and v [T, HV, V] are the columns one after another, without a
     copy; None if they are not."""
     columns = [x.shape[1] * x.shape[2] for x in (q, k, v)]
+    if q.stride(0) < sum(columns):
+        return None
     dense = all(x.stride()[1:] == (x.shape[2], 1) and x.stride(0) == q.stride(0) for x in (q, k, v))
     together = len({(x.untyped_storage().data_ptr(), x.dtype) for x in (q, k, v)}) == 1
     offsets = [x.storage_offset() - q.storage_offset() for x in (k, v)]
-    if not (dense and together and offsets == [columns[0], columns[0] + columns[1]] and q.stride(0) >= sum(columns)):
+    if not (dense and together and offsets == [columns[0], columns[0] + columns[1]]):
         return None
     return q.as_strided((q.shape[0], sum(columns)), (q.stride(0), 1), q.storage_offset())
 

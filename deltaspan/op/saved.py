@@ -43,9 +43,9 @@ class Saved:
         tape = tape if options.save_mode == "full" else ()
         return Saved(self.context, self.rank, self.options, self.shapes, self.entry, maps, kept, tape)
 
-    def with_tensors(self, boundary: tuple[Tensor, ...], tape: tuple[Tensor, ...]) -> "Saved":
-        """The same with other tensors, or with none."""
-        entry, maps, kept = (*boundary, None, None, None)[:3]
+    def holding(self, boundary: dict[str, Tensor | None], tape: tuple[Tensor, ...]) -> "Saved":
+        """The same with other tensors, or without some."""
+        entry, maps, kept = (boundary.get(name, getattr(self, name)) for name in ("entry", "maps", "kept"))
         return Saved(self.context, self.rank, self.options, self.shapes, entry, maps, kept, tape)
 
     def __deepcopy__(self, memo: dict) -> "Saved":
@@ -54,6 +54,15 @@ class Saved:
     def sealed(self) -> "Saved":
         """To be noticed if it is changed."""
         return replace(self, versions=_versions(self.tensors))
+
+
+def saved_at_seams(view: RankView, cut: Segments, options: Options) -> tuple[str, ...]:
+    """By their names, the tensors of a rank's `boundary` that are kept and hold anything."""
+    maps = options.save_transfer
+    held = {
+        "entry": cut.entered_slots.shape[0], "maps": maps and cut.bridges.shape[0], "kept": maps and not view.seams.none
+    }  # fmt: skip
+    return tuple([name for name, holds in held.items() if holds and options.keeps])
 
 
 def check_saved(

@@ -99,9 +99,9 @@ any_row_crosses = together(lambda view: not view.history.none, CONVOLUTION)
 always = together(lambda view: True)
 
 
-def anchor(ctx: Any) -> Tensor:
+def anchor(ctx: Any) -> Tensor | None:
     """An input that wants a gradient on every rank, so that all ranks have a backward where any has one.
 
     Without it a rank whose own inputs need no gradient would leave the others waiting for its part of the adjoint.
     """
-    return torch.empty(0, requires_grad=torch.is_grad_enabled() and ctx.part.world_size > 1)
+    return torch.empty(0, requires_grad=torch.is_grad_enabled()) if ctx.part.world_size > 1 else None

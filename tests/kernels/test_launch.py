@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import deltaspan as ds
 from deltaspan.kernels import select
@@ -97,15 +99,13 @@ def test_addresses_are_those_of_the_tensors(driver: Any) -> None:
 
 
 def test_a_forward_encodes_each_of_its_tensors_once(driver: Any) -> None:
-    """But for those of the maps, which has its own, and o."""
+    """q, k, v, A and G, and o."""
     run, _ = rule(300, 3)
     with torch.no_grad():
         run()
         driver.encoded.clear()
         run()
-    assert len(driver.encoded) == 5 + 2 + 1
-    addresses = Counter(given[0] for given in driver.encoded)
-    assert sorted(addresses.values()) == [1, 1, 1, 1, 2, 2]  # k and A
+    assert len({given[0] for given in driver.encoded}) == len(driver.encoded) == 5 + 1
 
 
 def test_who_hooks_into_launches_is_called(driver: Any) -> None:
@@ -127,14 +127,14 @@ def test_who_hooks_into_launches_is_called(driver: Any) -> None:
 
 # By call: functions, some 15 % more than it takes under Triton 3.9, and what goes to torch, by name, views left out.
 # Of that only `new_zeros` and what is named after indices launch anything.
-ALLOCATED = "new_empty", "empty"
+ALLOCATED = "new_empty", "new_empty_strided", "empty"
 CALLS: dict[str, tuple[int, bool, int, dict[str, int]]] = {
-    "forward": (1, False, 430, {"new_zeros": 1}),
-    "forward in 5": (5, False, 735, {"new_zeros": 1, "index_copy_": 1}),
-    "step": (1, True, 1400, {"new_zeros": 3}),
-    "step in 5": (5, True, 1900, {"new_zeros": 3, "index_copy_": 3, "index": 1}),
+    "forward": (1, False, 375, {"new_zeros": 1}),
+    "forward in 5": (5, False, 560, {"new_zeros": 1, "index_copy_": 1}),
+    "step": (1, True, 1230, {"new_zeros": 3}),
+    "step in 5": (5, True, 1570, {"new_zeros": 3, "index_copy_": 3, "index": 1}),
 }
-VIEWS = "squeeze", "unsqueeze", "unsqueeze_", "transpose", "alias"
+VIEWS = "squeeze", "unsqueeze", "unsqueeze_", "transpose", "alias", "detach", "split_with_sizes", "expand", "slice"
 
 
 @pytest.mark.parametrize("which", CALLS)
@@ -156,7 +156,31 @@ def test_a_call_takes_few_steps_of_the_host(driver: Any, which: str) -> None:
     with Asked() as asked:
         call()
     assert {name: n for name, n in asked.counts.items() if name not in (*ALLOCATED, *VIEWS)} == launched
-    assert sum(asked.counts[name] for name in ALLOCATED) <= 28
+    assert sum(asked.counts[name] for name in ALLOCATED) <= 26
+
+
+def test_a_checkpointed_step_takes_few_steps_of_the_host(driver: Any) -> None:
+    """In two segments and two slabs of heads. Of its calls some 900 are torch's own, most of them for what is saved."""
+    run, x = rule(320, 2, True, H=2, HV=2)
+    do, saved = torch.zeros(1, 320, 2, 128, dtype=torch.bfloat16), []
+
+    def call() -> None:
+        o = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+        torch.autograd.grad(o, x, do)
+
+    for _ in range(3):
+        call()
+    driver.launches.clear()
+    assert calls_of(call) <= 3600
+    assert len(driver.launches) == 17
+    with Asked() as asked:
+        call()
+    launched = {name: n for name, n in asked.counts.items() if name not in (*ALLOCATED, *VIEWS)}
+    on_host = {"_local_scalar_dense": 1}  # the mark
+    assert launched == on_host | {"new_zeros": 4, "index_copy_": 4, "index": 2, "new_full": 1}
+    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        run()
+    assert len(saved) == len(x) + 1  # the state that enters the second segment
 
 
 class Asked(TorchDispatchMode):

@@ -123,8 +123,8 @@ def test_any_slabs_give_the_same_bits(
 ) -> None:  # fmt: skip
     """Also where a slab's programs are so few that they walk on halves of V."""
     tier = select.tier("hopper")
-    ctx = ds.build_context(ds.partition([0, 66], 1), device=hopper, sm_count=1)
-    x = [*operands(rng, 66, H, 2 * H, hopper), leaf(torch.randn(1, 2 * H, 128, 128, generator=rng).to(hopper))]
+    ctx = ds.build_context(ds.partition([0, 30, 66], 1), device=hopper, sm_count=1)
+    x = [*operands(rng, 66, H, 2 * H, hopper), leaf(torch.randn(2, 2 * H, 128, 128, generator=rng).to(hopper))]
     o = ds.chunk_gated_delta_rule(*x[:5], ctx, initial_state=x[5], backend="hopper")[0]
     do = torch.randn(o.shape, generator=rng).to(o)
     found = []
@@ -167,11 +167,9 @@ def step_bytes(T: int, H: int, HV: int, chunks: int, segments: int, slabs: int) 
     results = T * (2 * 256 * HV + 2 * 256 * H + 2 * 4 * HV)  # o, dq, dk, dv, dg, dbeta
     prepared = chunks * (HV * (64 * 64 * 2 + 64 * 4 + 4) + 4 * H)
     walked = chunks * HV * 2 * 128 * 128 * 2  # S, D
-    states = segments * 4 * HV * 128 * 128  # where segments are entered, and adjoints at both ends; of a slab these
-    if slabs == 1:
-        return results + prepared + 3 * states + walked
-    largest = -(-H // slabs)  # of heads
-    return results + prepared + 3 * states + (walked + 2 * states) * largest // H
+    states = segments * 4 * HV * 128 * 128  # where segments are entered, and adjoints at both ends
+    largest = -(-H // slabs)  # of a slab's heads
+    return results + prepared + 3 * states + walked * largest // H
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ import math
 
 from torch import Tensor
 
-from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind, late
+from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind, heads_apart, late
 from deltaspan.kernels.hopper.gluon import (
     Tilings,
     barrier,
@@ -59,16 +59,17 @@ STAGES = gl.constexpr(3)  # of q, k, A and G: one more than of dO, so that room 
 @gluon.jit
 def adjoint_kernel(
     q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, state_tiles, leaving, entering, broken, reach, segments, NC,
-    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, HALVES: gl.constexpr, STATES: gl.constexpr,
+    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr, HALVES: gl.constexpr, STATES: gl.constexpr,
     CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles (descriptors): q, k [T, H * 128], do [T, HV * 128] by [64, 128], do by [64, 64] with HALVES; A
     [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; states [NC * HV * 128, 128] by [64, 128], the rows
     V and the columns K, touched with STATES only.
 
-    leaving [S, HV, K, V] fp32, the adjoint of exit states; entering [n, HV, K, V] fp32, that of entry states; broken
-    [H, NC] int32; reach [HV, NC] fp32; segments [n, 5] int32: first token, end, first chunk, place in leaving and in
-    entering. Programs: segments, then heads, then with HALVES those of V.
+    leaving [S, HV, K, V] fp32, the adjoint of exit states; entering [n, HV, K, V] fp32, that of entry states; of both
+    APART heads lie from one segment to the next; broken [H, NC] int32; reach [HV, NC] fp32; segments [n, 5] int32:
+    first token, end, first chunk, place in leaving and in entering. Programs: segments, then heads, then with HALVES
+    those of V.
     """
     HV: gl.constexpr = H * GROUP
     WALKS: gl.constexpr = 1 if HALVES else 2
@@ -106,7 +107,7 @@ def adjoint_kernel(
     h = hv // GROUP
     walking = (
         state_tiles, leaving, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, chunk * HV + hv, n,
-        source * HV + hv, target * HV + hv, first,
+        source * APART + hv, target * APART + hv, first,
     )  # fmt: skip
     preparing = (
         qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken + h * NC + chunk, end - begin, n, scale_log2,
@@ -276,10 +277,11 @@ def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
 
 def adjoint(
     q: Tensor, k: Tensor, do: Tensor, made: Prepared, leaving: Tensor, segments: Tensor, scale: float,
-    *, states: bool, halves: bool = False, tilings: Tilings | None = None,
+    *, states: bool, halves: bool = False, tilings: Tilings | None = None, found: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launches the kernel; q, k [T, H, 128], do [T, HV, 128] bf16, rows of any pitch; leaving [S, HV, K, V] fp32, the
-    adjoint of exit states; segments as the kernel has them; programs on halves of V or on all of it.
+    adjoint of exit states, or those heads of more; segments as the kernel has them; programs on halves of V or on all
+    of it. found: where the adjoint of entry states goes to, as far apart as leaving.
 
     Returns the adjoint of entry states [n, HV, K, V], and with `states` D at the end of every chunk [NC, HV, V, K]
     bf16, transposed. Without, the walk begins where the entry state begins to feel it. tilings: as for the forward.
@@ -287,7 +289,9 @@ def adjoint(
     A, G, broken, reach, lengths = made
     n, H, (HV, NC) = segments.shape[0], k.shape[1], reach.shape
     assert lengths is None, "the walk takes ready q and k"
-    entering = leaving.new_empty(n, *leaving.shape[1:])
+    entering = leaving.new_empty(n, *leaving.shape[1:]) if found is None else found
+    apart = heads_apart(leaving)
+    assert apart == heads_apart(entering)
     written = do.new_empty(NC, HV, 128, 128) if states else None
     if n:
         shared = Tilings() if tilings is None else tilings
@@ -296,6 +300,6 @@ def adjoint(
             adjoint_kernel, (n * HV * (1 + halves),), shared.rows(q), shared.rows(k),
             shared.rows(do, 64 if halves else 128), A_tiles, shared.of(G, 64, 1, 64),
             A_tiles if written is None else tiles(written, 128, 64, 128), leaving, entering, broken, reach, segments,
-            NC, math.log2(scale), H=H, GROUP=HV // H, HALVES=halves, STATES=states, num_warps=4, **LAUNCH,
+            NC, math.log2(scale), H=H, GROUP=HV // H, APART=apart, HALVES=halves, STATES=states, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return entering, written

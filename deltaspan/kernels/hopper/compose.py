@@ -111,12 +111,13 @@ def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) ->
     out_maps = M.new_empty(chains.places, HV, 128, 128) if maps else None
     out_offsets = M.new_empty(chains.places, HV, 128, 128) if b is not None else None
     columns = (maps + (b is not None)) * (128 // 32)
-    if len(chains.wanted) and HV and columns:
+    n = chains.wanted.shape[0]
+    if n and HV and columns:
         M = M.mT if transposed else M
         like = M if b is None else b
         assert M.stride()[2:] == like.stride()[2:] == (128, 1)
         launch(
-            chain_kernel, (len(chains.wanted) * HV, columns), M, like, chains.table, chains.starts, chains.wanted,
+            chain_kernel, (n * HV, columns), M, like, chains.table, chains.starts, chains.wanted,
             like if out_maps is None else out_maps, like if out_offsets is None else out_offsets,
             *M.stride()[:2], *like.stride()[:2], HV=HV, **_pitch(transposed), MAPS=maps, num_warps=4,
         )  # fmt: skip

@@ -123,23 +123,23 @@ def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: i
     are told apart by: types and alignments of tensors, None in place of one, what Triton distinguishes of integers, and
     constants.
     """
-    device = next(x.device for x in arguments if isinstance(x, Tensor))
+    passed = [(last := x).data_ptr() if isinstance(x, Tensor) else x for x in arguments]  # pointers as numbers
+    device = last.device
     if device.type != "cpu" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(kernel, programs, *arguments, num_warps=num_warps, **constants)
         return
-    passed = list(arguments)  # pointers as numbers
-    key: list[Any] = [id(kernel), device, *constants.values()]
-    for place, x in enumerate(arguments):
-        if isinstance(x, Tensor):
-            passed[place] = address = x.data_ptr()
-            key.append(x.dtype if address % 16 == 0 else (x.dtype,))
-        else:
-            key.append(_kind_of_integer(x) if type(x) is int else type(x))
-    if (ready := _READY.get(found := tuple(key))) is None:
+    kinds = [
+        (_kind_of_integer(x) if type(x) is int else type(x))
+        if x is given
+        else (x.dtype if given % 16 == 0 else (x.dtype,))
+        for x, given in zip(arguments, passed, strict=True)
+    ]
+    key = id(kernel), device, *constants.values(), *kinds
+    if (ready := _READY.get(key)) is None:
         compiled = kernel.warmup(*arguments, grid=programs, num_warps=num_warps, **constants, **COMPILED_WITH)
         last = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        ready = _READY[found] = Ready(kernel, compiled, last)
+        ready = _READY[key] = Ready(kernel, compiled, last)
     ready((*programs, 1, 1)[:3], device.index, arguments, passed)
 
 
@@ -168,14 +168,11 @@ class Ready:
         if self.run is None or _hooked():
             self.compiled[grid](*arguments, *self.constants)
             return
-        encoded = 0
         for place, how in self.descriptors:
             x = arguments[place]
             if x.passed is None:
                 x.passed = self.encode(x, how)
-            place += encoded
             passed[place : place + 1] = x.passed
-            encoded += len(x.passed) - 1
         self.run(*grid, self.stream(device), self.function, self.metadata, None, None, None, *passed, *self.constants)
 
     def _inner(self) -> Any:
@@ -193,7 +190,7 @@ class Ready:
             run.launch = within.get("launcher")
         if len(how) != len(places) or not callable(run.launch):
             return None
-        self.descriptors = list(zip(places, how, strict=True))
+        self.descriptors = list(zip(places, how, strict=True))[::-1]  # the last first, so that places hold
         more = list(signature(make_tensordesc_arg).parameters)[2:]  # one after Triton 3.6, which needs no value
         self.encode = partial(make_tensordesc_arg, **dict.fromkeys(more)) if more else make_tensordesc_arg
         self.stream = triton.runtime.driver.active.get_current_stream

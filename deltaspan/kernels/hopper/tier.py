@@ -8,6 +8,7 @@ neither kept nor there as a whole: a backward makes both for a slab of heads, fo
 the next. What is kept, or handed on by a checkpoint's recompute, is what `prep` leaves.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,7 +31,6 @@ from deltaspan.kernels.torch.inputs import raw_gradients, ready
 from deltaspan.plan import CHUNK
 
 __all__ = [
-    "KEPT_TENSORS",
     "Adjoint",
     "Tape",
     "activation_gradient",
@@ -45,6 +45,7 @@ __all__ = [
     "gradients",
     "keep",
     "kept_bytes",
+    "kept_tensors",
     "merge",
     "preactivation",
     "prep",
@@ -54,7 +55,6 @@ __all__ = [
     "walk",
 ]
 
-KEPT_TENSORS = 5
 MOST_SLABS = 4  # a fifth would save another 5 % of a step's peak
 WAVES = 2  # that the programs of a slab's walk fill at least, or its last ones leave too much of the device idle
 STATE = torch.float32  # the type of states, and of what is made ready
@@ -109,7 +109,7 @@ def exit_states(tape: Tape, runs: Runs, entry: Tensor) -> Tensor:
 
 def transfer(tape: Tape, runs: Runs) -> Tensor:
     """The maps M of runs, by which each answers what is added to its entry state, [n, HV, 128, 128]."""
-    return transferred(tape.k, tape.made, runs.table)
+    return transferred(tape.k, tape.made, runs.table, tilings=tape.tilings)
 
 
 def walk(
@@ -150,10 +150,10 @@ def adjoint_summary(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> Tensor:
     return entering
 
 
-def adjoint_walk(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> tuple[Tensor, Tensor]:
-    """Walks every run back from the true adjoint [S, HV, 128, 128] of its exit state to that of its entry state; with D
-    at the end of every chunk [NC, HV, V, K] bf16."""
-    return _walked_back(adjoint, runs, leaving, states=True)
+def adjoint_walk(adjoint: Adjoint, runs: Runs, leaving: Tensor, found: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Walks every run back from the true adjoint [S, HV, 128, 128] of its exit state to that of its entry state, which
+    goes to `found` if given; with D at the end of every chunk [NC, HV, V, K] bf16."""
+    return _walked_back(adjoint, runs, leaving, states=True, found=found)
 
 
 def gradients(adjoint: Adjoint, states: Tensor, costates: Tensor, found: tuple[Tensor, ...]) -> None:
@@ -174,16 +174,12 @@ def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) ->
     found = dq, dk, dv, dg, dbeta = (
         *(x.new_empty(x.shape) for x in (t.q, t.k, t.v)), *(leaving.new_empty(t.beta.shape) for _ in range(2)),
     )  # fmt: skip
+    entering = leaving.new_empty(leaving.shape)
     if n == 1:
-        entering = _pull_back(adjoint, runs, states.entry, leaving, found)
+        _pull_back(adjoint, runs, states.entry, leaving, entering, found)
     else:
-        entering = leaving.new_empty(leaving.shape)
-        for i in range(n):
-            keys = slice(i * H // n, (i + 1) * H // n)
-            values = slice(keys.start * (HV // H), keys.stop * (HV // H))
-            places = *(x[:, keys] for x in (dq, dk)), *(x[:, values] for x in (dv, dg, dbeta))
-            slab = _of_heads(adjoint, keys, values), runs, states.entry[:, values], leaving[:, values]
-            entering[:, values] = _pull_back(*slab, places)
+        for slab in _slabs_of(n, adjoint, states.entry, leaving, entering, found):
+            _pull_back(slab[0], runs, *slab[1:])
     _clear_behind(t.grid, *found)
     if raw.l2norm:
         for x, dx in zip(adjoint.given[:2], (dq, dk), strict=True):
@@ -193,10 +189,14 @@ def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) ->
     return entering, dq, dk, dv, *dgates
 
 
+def kept_tensors(l2norm: bool) -> int:
+    """How many `keep` returns."""
+    return len(Prepared._fields) - (not l2norm)
+
+
 def keep(tape: Tape, states: Entered) -> tuple[Tensor, ...]:
-    """What prep made; an empty tensor in the place of lengths that are not there."""
-    *made, lengths = tape.made
-    return *made, tape.made.reach.new_empty(0) if lengths is None else lengths
+    """What prep made."""
+    return tape.made if tape.raw.l2norm else tape.made[:4]  # there are lengths of raw q and k alone
 
 
 def restore(
@@ -204,10 +204,8 @@ def restore(
     *, scale: float, raw: Raw,
 ) -> tuple[Tape, None]:  # fmt: skip
     """The tape of which `keep` has told, with the operands and tables of the forward. States are walked again."""
-    *made, lengths = kept
     operands, raw = _as_read(q, k, v, g, beta, raw)
-    made = Prepared(*made, lengths if raw.l2norm else None)
-    return Tape(*operands, made, grid, scale, raw, Tilings()), None
+    return Tape(*operands, Prepared(*kept), grid, scale, raw, Tilings()), None
 
 
 def kept_bytes(chunks: int, *, H: int, HV: int, K: int, V: int, state_size: int, l2norm: bool) -> int:
@@ -222,22 +220,34 @@ def _slabs(H: int, programs: int, multiprocessors: int) -> int:
     return next((n for n in range(most, 1, -1) if H % n == 0), most)
 
 
-def _of_heads(adjoint: Adjoint, keys: slice, values: slice) -> Adjoint:
-    """The same for some heads, as views."""
-    t = adjoint.tape
-    made = Prepared(t.made.A[values], t.made.G[values], t.made.broken[keys], t.made.reach[values])
-    operands = t.q[:, keys], t.k[:, keys], t.v[:, values], t.g[:, values], t.beta[:, values]
-    return adjoint._replace(tape=Tape(*operands, made, t.grid, t.scale, t.raw, Tilings()), do=adjoint.do[:, values])
+def _slabs_of(
+    n: int, adjoint: Adjoint, entry: Tensor, leaving: Tensor, entering: Tensor, found: tuple[Tensor, ...]
+) -> Iterator[tuple[Adjoint, Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
+    """The same by n slabs of key heads and their value heads, as views."""
+    t, (dq, dk, *of_values) = adjoint.tape, found
+    H, group = t.q.shape[1], t.v.shape[1] // t.q.shape[1]
+    keys = [(i + 1) * H // n - i * H // n for i in range(n)]
+    values = [count * group for count in keys]
+    split = torch.Tensor.split_with_sizes
+    by_key = [split(x, keys, 1) for x in (t.q, t.k, dq, dk)]
+    by_value = [split(x, values, 1) for x in (t.v, t.g, t.beta, adjoint.do, entry, leaving, entering, *of_values)]
+    made = *(split(x, values) for x in t.made[:2]), split(t.made.broken, keys), split(t.made.reach, values)
+    for (q, k, dq, dk), (v, g, beta, do, *states, dv, dg, dbeta), of_slab in zip(
+        zip(*by_key, strict=True), zip(*by_value, strict=True), zip(*made, strict=True), strict=True
+    ):
+        tape = Tape(q, k, v, g, beta, Prepared(*of_slab), t.grid, t.scale, t.raw, Tilings())
+        yield adjoint._replace(tape=tape, do=do), *states, (dq, dk, dv, dg, dbeta)
 
 
-def _pull_back(adjoint: Adjoint, runs: Runs, entry: Tensor, leaving: Tensor, found: tuple[Tensor, ...]) -> Tensor:
-    """Of one slab, or of all heads: the adjoint of entry states, and gradients to where they are found."""
+def _pull_back(
+    adjoint: Adjoint, runs: Runs, entry: Tensor, leaving: Tensor, entering: Tensor, found: tuple[Tensor, ...]
+) -> None:
+    """Of one slab, or of all heads: the adjoint of entry states and gradients to where they are found."""
     if 2 * runs.table.shape[0] * leaving.shape[1] <= _multiprocessors(leaving.device):
         runs = runs._replace(halves=True)  # twice as many programs run at once
     states = chunk_states(adjoint.tape, runs, entry)
-    entering, costates = adjoint_walk(adjoint, runs, leaving)
+    _, costates = adjoint_walk(adjoint, runs, leaving, entering)
     gradients(adjoint, states, costates, found)
-    return entering
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, raw: Raw) -> tuple[tuple[Tensor, ...], Raw]:
@@ -256,14 +266,16 @@ def _clear_behind(grid: Grid, *rows: Tensor) -> None:
 
 
 def _walked(tape: Tape, runs: Runs, entry: Tensor, **what: bool) -> tuple[Tensor | None, ...]:
-    operands = tape.q, tape.k, tape.v, tape.made, entry.contiguous(), runs.table, tape.scale
+    operands = tape.q, tape.k, tape.v, tape.made, entry, runs.table, tape.scale
     return forward(*operands, halves=runs.halves, tilings=tape.tilings, **what)
 
 
-def _walked_back(adjoint: Adjoint, runs: Runs, leaving: Tensor, *, states: bool) -> tuple[Tensor, Tensor | None]:
+def _walked_back(
+    adjoint: Adjoint, runs: Runs, leaving: Tensor, *, states: bool, found: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     tape = adjoint.tape
-    operands = tape.q, tape.k, adjoint.do, tape.made, leaving.contiguous(), runs.table, tape.scale
-    return walked_back(*operands, states=states, halves=runs.halves, tilings=tape.tilings)
+    operands = tape.q, tape.k, adjoint.do, tape.made, leaving, runs.table, tape.scale
+    return walked_back(*operands, states=states, halves=runs.halves, tilings=tape.tilings, found=found)
 
 
 @lru_cache

@@ -23,11 +23,11 @@ Where everything decays below the smallest fp32 number within the segment, M is 
 then -0.0, and no zero of any other map is: so whoever multiplies by it knows from its first element.
 """
 
-import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind
 from deltaspan.kernels.hopper.gluon import (
+    Tilings,
     barrier,
     exp2,
     fence_async_shared,
@@ -37,8 +37,6 @@ from deltaspan.kernels.hopper.gluon import (
     load_tile,
     mbarrier,
     rounded_sum,
-    row_tiles,
-    tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -236,14 +234,16 @@ def exponent(x):
     return gl.maximum((x.to(gl.int32, bitcast=True) >> 23) - 127, -110)
 
 
-def transfer(k: Tensor, made: Prepared, segments: Tensor, *, terms: int = 2) -> Tensor:
+def transfer(k: Tensor, made: Prepared, segments: Tensor, *, terms: int = 2, tilings: Tilings | None = None) -> Tensor:
     """Launches the kernel; k [T, H, 128] bf16, raw if `made` is of such; segments as `forward_kernel` has them. M
     [S, HV, K, K] fp32."""
     (_, H, D), (HV, NC) = k.shape, made.reach.shape
-    M = torch.empty(len(segments), HV, D, D, dtype=torch.float32, device=k.device)
-    if len(segments):
+    n = segments.shape[0]
+    M = made.G.new_empty(n, HV, D, D)
+    if n:
+        shared = Tilings() if tilings is None else tilings
         launch(
-            transfer_kernel, (len(segments) * HV,), row_tiles(k), tiles(made.A, 64, 64, 64), made.G, M, made.broken,
+            transfer_kernel, (n * HV,), shared.rows(k), shared.of(made.A, 64, 64, 64), made.G, M, made.broken,
             made.reach, made.lengths, segments, NC, TERMS=terms, H=H, GROUP=HV // H, L2NORM=made.lengths is not None,
             num_warps=4, **LAUNCH,
         )  # fmt: skip

@@ -11,11 +11,10 @@ from deltaspan.kernels.torch.adjoint import Adjoint, adjoint_prep, adjoint_summa
 from deltaspan.kernels.torch.conv import activation_gradient, conv_gradients, convolve, preactivation
 from deltaspan.kernels.torch.gradients import gradients
 from deltaspan.kernels.torch.prep import prep
-from deltaspan.kernels.torch.tapes import KEPT_TENSORS, keep, kept_bytes, restore
+from deltaspan.kernels.torch.tapes import keep, kept_bytes, kept_tensors, restore
 from deltaspan.kernels.torch.walk import States, chain, exit_states, merge, transfer, walk
 
 __all__ = [
-    "KEPT_TENSORS",
     "activation_gradient",
     "adjoint_prep",
     "adjoint_summary",
@@ -27,6 +26,7 @@ __all__ = [
     "gradients",
     "keep",
     "kept_bytes",
+    "kept_tensors",
     "merge",
     "preactivation",
     "prep",

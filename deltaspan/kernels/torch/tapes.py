@@ -11,7 +11,11 @@ from deltaspan.plan import CHUNK
 
 LEFT_OUT = ("operands", "raw", "g", "grid", "scale", "u")  # given again, but for u, which a walk alone reads
 KEPT = tuple(name for name in Tape._fields if name not in LEFT_OUT)
-KEPT_TENSORS = len(KEPT) + len(States._fields)
+
+
+def kept_tensors(l2norm: bool) -> int:
+    """How many `keep` returns."""
+    return len(KEPT) + len(States._fields)
 
 
 def keep(tape: Tape, states: States) -> tuple[Tensor, ...]:
