@@ -45,8 +45,8 @@ FAINTEST = gl.constexpr(2.0**-27)  # of writes: below fp32's rounding of one, an
 RANGE = gl.constexpr(2.0**13)  # times which A is kept as fp16 halves: entries are at most 2^2
 BACK = gl.constexpr(2.0**-13)
 
-# Three warps a scheduler instead of two, which hide each other's latency. What is laid by for that are halves of n, once
-# in a program, while it solves.
+# Three warps a scheduler instead of two, which hide each other's latency. For that halves of n are laid by, once in a
+# program, while it solves.
 LAUNCH = {"maxnreg": 168}
 
 
