@@ -174,7 +174,7 @@ def test_strong_decay(rng: torch.Generator, tier: Callable[[Inputs], Found]) -> 
 
 
 FAULTS = {
-    "wrong row of n": ("n21 = mma_v2(k2, r1, n21)", "n21 = mma_v2(k3, r1, n21)"),
+    "wrong row of n": ("n21, m21 = between(k2, r1,", "n21, m21 = between(k3, r1,"),
     "low halves dropped": ("    acc = mma_v2(left_low, right_high, acc)\n", ""),
     "beta of the wrong row": ("strengths.index(e * 2 + pair).slice(i, 1, 1)", "strengths.index(e * 2).slice(i, 1, 1)"),
     "unmasked keys": ("mask=(token < n)[:, None], other=0.0", "mask=(token < 64)[:, None], other=0.0"),

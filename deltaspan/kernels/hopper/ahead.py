@@ -41,14 +41,13 @@ class Compiled(NamedTuple):
 
 def compile_ahead(kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any], num_warps: int) -> Compiled:
     """arguments: the type of each that is no constant, as Triton writes it, such as "*bf16" or "i32"; of descriptors
-    "tiles<bf16[64, 128]>", a block of them. constants: what the kernel does not know is the compiler's."""
+    "tiles<bf16[64, 128]>", a block of them."""
     names = list(kernel.arg_names)
     signature = {name: _written_out(arguments.get(name, "constexpr")) for name in names}
-    where = {(names.index(name),): value for name, value in constants.items() if name in names}
-    options = {name: value for name, value in constants.items() if name not in names}
+    where = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(names.index(name),): ALIGNED for name, kind in arguments.items() if kind.startswith("*")}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, where, aligned)
-    made = triton.compile(source, target=SM_90, options={"num_warps": num_warps, **options, **COMPILED_WITH})
+    made = triton.compile(source, target=SM_90, options={"num_warps": num_warps, **COMPILED_WITH})
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(made.asm["cubin"])

@@ -36,7 +36,6 @@ from deltaspan.kernels.stages import READY, Raw
 
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
-PART = gl.constexpr(32)  # channels of keys at a time
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST_DECAY = gl.constexpr(-110.0)  # e^-110 is zero in fp32; more would only cost the running sum its low bits
 LONGEST_KEY = gl.constexpr(1.03)  # |k|^2 of a unit key rounded to bf16 stays below 1.01
@@ -44,10 +43,6 @@ LARGEST = gl.constexpr(3.4028234663852886e38)  # |k|^2 of a key that can be norm
 FAINTEST = gl.constexpr(2.0**-27)  # of writes: below fp32's rounding of one, and times RANGE still among fp16's numbers
 RANGE = gl.constexpr(2.0**13)  # times which A is kept as fp16 halves: entries are at most 2^2
 BACK = gl.constexpr(2.0**-13)
-
-# Three warps a scheduler instead of two, which hide each other's latency. For that halves of n are laid by, once in a
-# program, while it solves.
-LAUNCH = {"maxnreg": 168}
 
 
 @gluon.jit
@@ -96,36 +91,24 @@ def prep_kernel(
     if L2NORM:
         of_queries = lengths + (h.to(gl.int64) * NC + c) * (2 * CHUNK)
         for i in gl.static_range(4):
-            x = load_keys(q + start * (q_eighths * 8) + h * HEAD_DIM, i * 16, n, q_eighths * 8, HEAD_DIM, MMA)
+            x = load_keys(q + start * (q_eighths * 8) + h * HEAD_DIM, i * 16, n, q_eighths * 8, MMA)
             measured(-mma_v2(x, as_right(x, MMA), zero), of_queries, i * 16, MMA)
 
     # n = -K K^T by 16-blocks of the lower half
     pitch = eighths * 8  # said so that 16 bytes can be loaded at once
     keys = k + start * pitch + h * HEAD_DIM
-    n00, n11, n22, n33 = zero, zero, zero, zero
-    n10, n20, n30, n21, n31, n32 = zero, zero, zero, zero, zero, zero
-    for part in gl.static_range(HEAD_DIM // PART):  # of the channels, or keys alone would take 128 registers
-        k0 = load_keys(keys + part * PART, 0, n, pitch, PART, MMA)
-        k1 = load_keys(keys + part * PART, 16, n, pitch, PART, MMA)
-        k2 = load_keys(keys + part * PART, 32, n, pitch, PART, MMA)
-        k3 = load_keys(keys + part * PART, 48, n, pitch, PART, MMA)
-        r0 = as_right(k0, MMA)
-        r1 = as_right(k1, MMA)
-        r2 = as_right(k2, MMA)
-        n00 = mma_v2(k0, r0, n00)
-        n11 = mma_v2(k1, r1, n11)
-        n22 = mma_v2(k2, r2, n22)
-        n33 = mma_v2(k3, as_right(k3, MMA), n33)
-        n10 = mma_v2(k1, r0, n10)
-        n20 = mma_v2(k2, r0, n20)
-        n30 = mma_v2(k3, r0, n30)
-        n21 = mma_v2(k2, r1, n21)
-        n31 = mma_v2(k3, r1, n31)
-        n32 = mma_v2(k3, r2, n32)
-    n00 = -n00
-    n11 = -n11
-    n22 = -n22
-    n33 = -n33
+    k0 = load_keys(keys, 0, n, pitch, MMA)
+    k1 = load_keys(keys, 16, n, pitch, MMA)
+    k2 = load_keys(keys, 32, n, pitch, MMA)
+    k3 = load_keys(keys, 48, n, pitch, MMA)
+    r0 = as_right(k0, MMA)
+    r1 = as_right(k1, MMA)
+    r2 = as_right(k2, MMA)
+    r3 = as_right(k3, MMA)
+    n00 = -mma_v2(k0, r0, zero)
+    n11 = -mma_v2(k1, r1, zero)
+    n22 = -mma_v2(k2, r2, zero)
+    n33 = -mma_v2(k3, r3, zero)
 
     LONGEST: gl.constexpr = LARGEST if L2NORM else LONGEST_KEY
     first = gl.minimum(
@@ -150,12 +133,12 @@ def prep_kernel(
     sign1 = minus_before(first, 16, MMA)
     sign2 = minus_before(first, 32, MMA)
     sign3 = minus_before(first, 48, MMA)
-    n10, m10 = between(n10, sign1, inverse, 1, 0, L2NORM, MMA)
-    n20, m20 = between(n20, sign2, inverse, 2, 0, L2NORM, MMA)
-    n30, m30 = between(n30, sign3, inverse, 3, 0, L2NORM, MMA)
-    n21, m21 = between(n21, sign2, inverse, 2, 1, L2NORM, MMA)
-    n31, m31 = between(n31, sign3, inverse, 3, 1, L2NORM, MMA)
-    n32, m32 = between(n32, sign3, inverse, 3, 2, L2NORM, MMA)
+    n10, m10 = between(k1, r0, sign1, inverse, 1, 0, L2NORM, MMA)
+    n20, m20 = between(k2, r0, sign2, inverse, 2, 0, L2NORM, MMA)
+    n30, m30 = between(k3, r0, sign3, inverse, 3, 0, L2NORM, MMA)
+    n21, m21 = between(k2, r1, sign2, inverse, 2, 1, L2NORM, MMA)
+    n31, m31 = between(k3, r1, sign3, inverse, 3, 1, L2NORM, MMA)
+    n32, m32 = between(k3, r2, sign3, inverse, 3, 2, L2NORM, MMA)
 
     # the diagonal blocks, two at a time: pairs (0, 1) and (2, 3)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -215,9 +198,9 @@ def normalised(n_ij, inverse, i: gl.constexpr, j: gl.constexpr, MMA: gl.constexp
 
 
 @gluon.jit
-def between(n_ij, sign, inverse, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.constexpr, MMA: gl.constexpr):
-    """Halves of n_ij, from a block of K K^T."""
-    n_ij = n_ij * sign[:, None]
+def between(k_i, r_j, sign, inverse, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.constexpr, MMA: gl.constexpr):
+    """Halves of n_ij."""
+    n_ij = mma_v2(k_i, r_j, gl.zeros([16, 16], gl.float32, MMA)) * sign[:, None]
     if L2NORM:
         n_ij = normalised(n_ij, inverse, i, j, MMA)
     return halves(n_ij)
@@ -306,16 +289,16 @@ def merge(
 
 
 @gluon.jit
-def load_keys(keys, first, n, pitch, CHANNELS: gl.constexpr, MMA: gl.constexpr):
-    """16 keys or queries [positions, CHANNELS] from row `first` on as a left operand, zero beyond the chunk: 16-byte
-    loads, channels relabelled so that they are the operand's registers."""
+def load_keys(keys, first, n, pitch, MMA: gl.constexpr):
+    """16 keys or queries [positions, 128] from row `first` on as a left operand, zero beyond the chunk: 16-byte loads,
+    channels relabelled so that they are the operand's registers."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
     position = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
-    channel = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, WIDE))
+    channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
     token = first + token_of(position)
     x = gl.load(keys + token[:, None] * pitch + channel[None, :], mask=(token < n)[:, None], other=0.0)
-    x = gl.permute(gl.reshape(x, (16, CHANNELS // 32, 4, 2, 2, 2)), (0, 1, 3, 4, 2, 5))
-    return gl.convert_layout(gl.reshape(x, (16, CHANNELS)), gl.DotOperandLayout(0, MMA, 2))
+    x = gl.permute(gl.reshape(x, (16, HEAD_DIM // 32, 4, 2, 2, 2)), (0, 1, 3, 4, 2, 5))
+    return gl.convert_layout(gl.reshape(x, (16, HEAD_DIM)), gl.DotOperandLayout(0, MMA, 2))
 
 
 @gluon.jit
@@ -441,6 +424,6 @@ def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor, *, q: Tensor | None
         launch(
             prep_kernel, (NC * H,), k, g, beta, chunks, *made[:4], NC, k.stride(0) // 8, *queries, lengths, raw.A_log,
             raw.dt_bias, H=H, GROUP=HV // H, L2NORM=raw.l2norm, GATE=raw.A_log is not None,
-            BIAS=raw.dt_bias is not None, SIGMOID=raw.largest_beta if raw.sigmoid else 0, num_warps=1, **LAUNCH,
+            BIAS=raw.dt_bias is not None, SIGMOID=raw.largest_beta if raw.sigmoid else 0, num_warps=1,
         )  # fmt: skip
     return made
