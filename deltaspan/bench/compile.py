@@ -84,7 +84,7 @@ def _forward(
         | {"G_tiles": "tiles<fp32[1, 64]>", "o": "*bf16", "entry": "*fp32", "exit": "*fp32", "scale": "fp32"}
         | {"scale_log2": "fp32", "state_tiles": f"tiles<bf16[64, {128 if states else 64}]>"}
         | arguments,
-        constants={"H": H, "GROUP": group, "APART": 2 * H * group, "HALVES": halves}
+        constants={"H": H, "GROUP": group, "APART": (1 + states) * H * group, "HALVES": halves}
         | {"OUTPUT": output, "STATES": states, "EXIT": exits}
         | constants,
         num_warps=4,
@@ -105,7 +105,7 @@ def _adjoint(H: int, group: int, *, states: bool, instructions: int, halves: boo
         | {"q_tiles": "tiles<bf16[64, 128]>", "do_tiles": f"tiles<bf16[64, {width}]>", "G_tiles": "tiles<fp32[1, 64]>"}
         | {"state_tiles": f"tiles<bf16[64, {128 if states else 64}]>", "leaving": "*fp32", "entering": "*fp32"}
         | {"scale_log2": "fp32"},
-        constants={"H": H, "GROUP": group, "APART": 2 * H * group, "HALVES": halves, "STATES": states},
+        constants={"H": H, "GROUP": group, "APART": (1 + states) * H * group, "HALVES": halves, "STATES": states},
         num_warps=4,
         registers=168 if halves else 128,
         shared=WHOLE,

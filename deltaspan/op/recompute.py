@@ -9,6 +9,7 @@ expected, nothing is left out.
 
 import inspect
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 RULE, CONVOLUTION = "rule", "convolution"  # the entries of a handle
-MARKS = torch.tensor(False, device="cpu"), torch.tensor(True, device="cpu")
 
 
 @dataclass(eq=False)
@@ -110,9 +110,11 @@ def unread(like: Tensor) -> Tensor:
     return like.new_full((), torch.nan).expand(like.shape)
 
 
+@cache
 def mark(filled: bool) -> Tensor:
     """Travels beside such tensors to say whether they are filled: on the CPU, so that reading it waits for nothing."""
-    return MARKS[filled]
+    with torch.inference_mode(False):  # whoever asks first, a backward can save it
+        return torch.tensor(filled, device="cpu")
 
 
 def taken(fn: Any) -> list[Tensor | None]:

@@ -55,6 +55,7 @@ def compile_ahead(kernel: Any, arguments: Mapping[str, str], constants: Mapping[
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, f"cuobjdump says otherwise than it used to: {usage}"
     code = instructions(sass)
+    assert code, "cuobjdump shows code otherwise than it used to"
     by_opcode = Counter(at.opcode for at in code if at.opcode != "NOP")
     in_flight = set().union(*overtaken_loads(code).values())
     return Compiled(int(found[1]), int(found[2]), made.metadata.shared, by_opcode, len(in_flight))

@@ -4,8 +4,9 @@ What a chain of maps loses is lost for every token behind it, so fp32 operands a
 of their products all but that of the small ones are formed on the tensor cores: 22 bits, as in the maps themselves. The
 order of sums is that of K, whatever is composed beside it: exchanges that compose elsewhere get the same bits.
 
-A map that says of itself that it is nothing (`transfer.py`), or was composed with such a one, takes no product. What it
-would multiply is looked at all the same, for what is no number stays none.
+A map that says of itself that it is nothing (`transfer.py`), or whose last member does, takes no product. A state that
+it would multiply is looked at all the same, column by column, for what is no number stays none; of a map that stands
+before it the first column alone can hinder the two from being nothing again.
 """
 
 import torch

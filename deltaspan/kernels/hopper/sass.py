@@ -74,9 +74,9 @@ def overtaken_loads(code: Sequence[Instruction]) -> dict[int, list[int]]:
         own = frozenset((load, board) for load, board in own if not at.awaits >> board & 1)
         if at.opcode in IN_ORDER:
             own |= {(at.address, NO_SCOREBOARD)} if at.opcode != "SHFL" else set()  # which reads no memory
-            if at.result != NO_SCOREBOARD:
+            if at.result != NO_SCOREBOARD and not at.conditional:
                 own = frozenset((load, at.result if board == NO_SCOREBOARD else board) for load, board in own)
-        elif at.opcode == "MEMBAR":
+        elif at.opcode == "MEMBAR" and not at.conditional:
             own = frozenset((load, at.operands) for load, _ in own)
         elif at.opcode == "BAR" and at.rest.startswith(".SYNC"):
             of_others = frozenset(load for load, _ in own)
@@ -96,6 +96,7 @@ def _frees(at: Instruction) -> bool:
 def _successors(code: Sequence[Instruction]) -> list[list[int]]:
     """By place those where the next instruction may stand, but for jumps by a table."""
     places = {at.address: place for place, at in enumerate(code)}
+    assert len(places) == len(code), "one function is followed"
     joined: Mapping[str, list[int]] = defaultdict(list)  # where warps whose lanes went apart meet
     for at in code:
         if at.opcode == "BSSY":
@@ -103,6 +104,7 @@ def _successors(code: Sequence[Instruction]) -> list[list[int]]:
             joined[register].append(places[int(target, 16)])
     following: list[list[int]] = []
     for place, at in enumerate(code):
+        assert at.opcode not in ("JMP", "BREAK"), f"{at.opcode} is not followed"
         found, goes_on = [], at.conditional or at.opcode not in ("BRA", "BSYNC", "EXIT", *BY_TABLE)
         if at.opcode == "BRA":
             *conditions, target = at.rest.split()
