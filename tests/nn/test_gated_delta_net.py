@@ -1,5 +1,6 @@
 """The layer against its own formulas in float64 plain torch, on one rank and on real ranks."""
 
+import copy
 import math
 from typing import Any
 
@@ -19,7 +20,6 @@ LENGTHS = [70, 0, 1, 33, 2]
 HIDDEN, H, HV, K, V = 12, 2, 4, 8, 6
 # float64 rounds to 1e-16; a few hundred terms and two norms leave 1e-14
 EXACT = 1e-11
-NARROW = {torch.float32: 1e-5, torch.bfloat16: 12 * 2**-8}
 
 
 def drawn(seed: int, taps: int = 4) -> tuple[ds.nn.GatedDeltaNet, list[int], Tensor, Tensor]:
@@ -59,8 +59,12 @@ def step(
     return {"y": y.detach(), **dict(zip(names, grads, strict=True))}
 
 
+def relative_errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    return {name: ((found[name] - t).norm() / t.norm()).item() for name, t in truth.items()}
+
+
 def assert_close(found: dict[str, Tensor], truth: dict[str, Tensor], tolerance: float) -> None:
-    errors = {name: ((found[name] - t).norm() / t.norm()).item() for name, t in truth.items()}
+    errors = relative_errors(found, truth)
     assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
 
 
@@ -68,10 +72,10 @@ def assert_close(found: dict[str, Tensor], truth: dict[str, Tensor], tolerance: 
 def test_one_rank_is_the_formulas(rng: torch.Generator, taps: int) -> None:
     layer, cu_seqlens, x, dy = drawn(rng.initial_seed(), taps)
     found = step(layer, ds.build_context(ds.partition(cu_seqlens, 1), device="cpu", conv_kernel_size=taps), x, dy)
-    assert_close(found, true_step(layer, cu_seqlens, x, dy), EXACT)
+    assert_close(found, true_step(layer, x, cu_seqlens, dy), EXACT)
 
 
-def true_step(layer: ds.nn.GatedDeltaNet, cu_seqlens: list[int], x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+def true_step(layer: ds.nn.GatedDeltaNet, x: Tensor, cu_seqlens: list[int], dy: Tensor) -> dict[str, Tensor]:
     """The formulas in float64, from the layer's parameters as they are rounded."""
     leaves = {"x": x, **dict(layer.named_parameters())}
     leaves = {name: p.detach().double().clone().requires_grad_() for name, p in leaves.items()}
@@ -99,7 +103,7 @@ def test_options_change_no_bit(rng: torch.Generator, way: str) -> None:
         options["recompute_handle"] = ds.RecomputeHandle()
     plain, found = step(layer, ctx, x, dy), step(layer, ctx, x, dy, **options)
     assert [name for name in plain if not same_bits(plain[name], found[name])] == []
-    assert_close(found, true_step(layer, cu_seqlens, x, dy), EXACT)
+    assert_close(found, true_step(layer, x, cu_seqlens, dy), EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,8 +112,23 @@ def test_a_narrow_model_is_the_formulas_too(rng: torch.Generator, dtype: torch.d
     layer, x, dy = layer.to(dtype), x.to(dtype), dy.to(dtype)
     found = step(layer, ds.build_context(ds.partition(cu_seqlens, 1), device="cpu"), x, dy)
     assert found["A_log"].dtype == found["dt_bias"].dtype == torch.float32
-    # A dozen roundings, of half a unit in the last place each, stand between x and a gradient; two norms double some
-    assert_close({n: t.double() for n, t in found.items()}, true_step(layer, cu_seqlens, x, dy), NARROW[dtype])
+    truth = true_step(layer, x, cu_seqlens, dy)
+    # A dozen roundings stand between x and a gradient, sqrt(12) times one if they are independent, and twice that by
+    # chance. What one does, to x and every parameter, depends on the draw: an output that is small before its norm makes
+    # it ten times as much.
+    one = [relative_errors(true_step(*rounded(layer, x, dtype, rng), cu_seqlens, dy), truth) for _ in range(3)]
+    errors = relative_errors({n: t.double() for n, t in found.items()}, truth)
+    assert {n: error for n, error in errors.items() if not error <= 8 * max(of[n] for of in one)} == {}
+
+
+def rounded(layer: torch.nn.Module, x: Tensor, dtype: torch.dtype, rng: torch.Generator) -> tuple[Any, Tensor]:
+    """The layer and x in float64, each number off by up to half a unit in the last place of its type."""
+    layer = copy.deepcopy(layer).double()
+    off = lambda t: 1 + (torch.rand(t.shape, generator=rng, dtype=torch.float64) - 0.5) * torch.finfo(dtype).eps  # noqa: E731
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.mul_(off(p))
+    return layer, x.double() * off(x)
 
 
 def shared_step(seed: int, table: Any, with_handle: bool) -> dict[str, Tensor]:
