@@ -114,8 +114,8 @@ def test_a_narrow_model_is_the_formulas_too(rng: torch.Generator, dtype: torch.d
     assert found["A_log"].dtype == found["dt_bias"].dtype == torch.float32
     truth = true_step(layer, x, cu_seqlens, dy)
     # A dozen roundings stand between x and a gradient, sqrt(12) times one if they are independent, and twice that by
-    # chance. What one does, to x and every parameter, depends on the draw: an output that is small before its norm makes
-    # it ten times as much.
+    # chance. What one does, to x and every parameter, depends on the draw: an output that is small before its norm
+    # makes it ten times as much.
     one = [relative_errors(true_step(*rounded(layer, x, dtype, rng), cu_seqlens, dy), truth) for _ in range(3)]
     errors = relative_errors({n: t.double() for n, t in found.items()}, truth)
     assert {n: error for n, error in errors.items() if not error <= 8 * max(of[n] for of in one)} == {}
