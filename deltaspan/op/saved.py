@@ -57,7 +57,8 @@ class Saved:
 
 
 def saved_at_seams(view: RankView, cut: Segments, options: Options) -> tuple[str, ...]:
-    """By their names, the tensors of a rank's `boundary` that are kept and hold anything."""
+    """By their names, the tensors of a rank's `boundary` that are kept and may hold something: what the exchange keeps
+    counts wherever anything crosses in the group."""
     maps = options.save_transfer
     held = {
         "entry": cut.entered_slots.shape[0], "maps": maps and cut.bridges.shape[0], "kept": maps and not view.seams.none

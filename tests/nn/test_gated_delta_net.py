@@ -106,19 +106,19 @@ def test_options_change_no_bit(rng: torch.Generator, way: str) -> None:
     assert_close(found, true_step(layer, x, cu_seqlens, dy), EXACT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_narrow_model_is_the_formulas_too(rng: torch.Generator, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "times"), [(torch.float32, 8), (torch.bfloat16, 4)])
+def test_a_narrow_model_is_the_formulas_too(rng: torch.Generator, dtype: torch.dtype, times: int) -> None:
     layer, cu_seqlens, x, dy = drawn(rng.initial_seed())
     layer, x, dy = layer.to(dtype), x.to(dtype), dy.to(dtype)
     found = step(layer, ds.build_context(ds.partition(cu_seqlens, 1), device="cpu"), x, dy)
     assert found["A_log"].dtype == found["dt_bias"].dtype == torch.float32
     truth = true_step(layer, x, cu_seqlens, dy)
-    # A dozen roundings stand between x and a gradient, sqrt(12) times one if they are independent, and twice that by
-    # chance. What one does, to x and every parameter, depends on the draw: an output that is small before its norm
-    # makes it ten times as much.
+    # A dozen roundings stand between x and a gradient, sqrt(12) times one if they are independent; in fp32 products are
+    # summed in the same type, which is as many again. What one does, to x and every parameter, depends on the draw: an
+    # output that is small before its norm makes it ten times as much.
     one = [relative_errors(true_step(*rounded(layer, x, dtype, rng), cu_seqlens, dy), truth) for _ in range(3)]
     errors = relative_errors({n: t.double() for n, t in found.items()}, truth)
-    assert {n: error for n, error in errors.items() if not error <= 8 * max(of[n] for of in one)} == {}
+    assert {n: error for n, error in errors.items() if not error <= times * max(of[n] for of in one)} == {}
 
 
 def rounded(layer: torch.nn.Module, x: Tensor, dtype: torch.dtype, rng: torch.Generator) -> tuple[Any, Tensor]:
