@@ -26,7 +26,9 @@ def fold(affine: Affine, way: Passage[Tensor], maps: Tensor, offsets: Tensor | N
     """Composes the segments' maps [rows, HV, K, K], and offsets [rows, HV, K, V] if given, along every fragment."""
     if not way.chains.steps:  # nothing is cut, a fragment is its segment
         return Folded(None, None, maps, offsets)
-    passed, states = affine.chain(maps, offsets, way.chains, maps=way.chains.maps)
+    passed, states = None, offsets
+    if way.composes:
+        passed, states = affine.chain(maps, offsets, way.chains, maps=way.chains.maps)
     nothing = maps.new_empty(0, *maps.shape[1:])
     at_joints, whole = (nothing, nothing) if passed is None else (passed[way.through], passed[way.handed])
     behind, last = (None, None) if states is None else _apart(states, way.reached)

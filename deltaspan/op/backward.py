@@ -6,11 +6,11 @@ from torch import Tensor
 
 from deltaspan.exchange import Program, carry_adjoints, fold, spread
 from deltaspan.op.context import Context
-from deltaspan.op.forward import common, enter, entry_states, prepare, raw, scale, stages
+from deltaspan.op.forward import common, enter, prepare, raw, scale, stages
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
 from deltaspan.op.packed import into_one_row
-from deltaspan.op.saved import Saved, end_adjoints, initial_gradient
+from deltaspan.op.saved import Saved, end_adjoints, initial_gradient, joined, start_states
 from deltaspan.op.segments import Segments
 from deltaspan.op.view import RankView
 
@@ -57,7 +57,7 @@ def backward_program(
         if saved is None:
             entry, saved = yield from enter(tier, ctx, view, cut, x, options, tape)
         else:
-            entry = entry_states(cut, x, saved)
+            entry = joined(saved.entry, start_states(cut, x))
         _, _, states = tier.walk(tape, cut.every, entry, output=False, exits=False)
         del entry
 
@@ -65,15 +65,15 @@ def backward_program(
     del saved
     adjoint = tier.adjoint_prep(tape, do)
     del tape
-    leaving = end_adjoints(cut, x, dfinal_state)
+    leaving = final = end_adjoints(cut, x, dfinal_state)
     if cut.linked:
-        d = tier.adjoint_summary(adjoint, cut.entered, leaving)
+        d = tier.adjoint_summary(adjoint, cut.entered, final)
         folded = fold(tier, cut.backward, maps.mT, d)
         sent = kept, whole, folded.last_offsets
         del maps, kept, whole, d
         arrived = yield from carry_adjoints(options.exchange, view.seams, tier, *sent, common(view, x, options))
         del sent
-        leaving.index_copy_(0, cut.left_slots, spread(tier, cut.backward, folded, arrived))
+        leaving = joined(spread(tier, cut.backward, folded, arrived), final)
         del folded, arrived
     entering, dq, dk, dv, dg, dbeta, *dgate = tier.pull_back(adjoint, cut.every, states, leaving)
     dinitial = initial_gradient(view, cut, x, entering, dfinal_state)

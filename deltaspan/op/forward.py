@@ -10,7 +10,7 @@ from deltaspan.kernels.stages import Raw
 from deltaspan.op.context import Context
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import RAW, Options
-from deltaspan.op.saved import Saved, final_states, shapes, start_states
+from deltaspan.op.saved import Saved, final_states, joined, shapes, start_states
 from deltaspan.op.segments import Segments
 from deltaspan.op.view import RankView
 
@@ -43,7 +43,7 @@ def forward_program(
     if entered is None:
         entry, saved = yield from enter(tier, ctx, view, cut, x, options, tape, keeps=keeps)
     else:
-        entry, saved = entry_states(cut, x, entered), entered
+        entry, saved = joined(entered.entry, start_states(cut, x)), entered
     o, exit, states = tier.walk(tape, cut.every, entry, output=output, exits=options.output_final_state)
     final = final_states(view, cut, x, exit, ctx.part.num_documents) if options.output_final_state else None
     return Forward(o, final, saved, tier.keep(tape, states) if keeps else ())
@@ -53,27 +53,19 @@ def enter(
     tier: Any, ctx: Context, view: RankView, cut: Segments, x: Operands, options: Options, tape: Any,
     *, keeps: bool = True,
 ) -> Program[tuple[Tensor, Saved | None]]:  # fmt: skip
-    """The true entry state of every segment, [S, HV, K, V], and what the exchange's way back needs, if anybody does."""
-    entry = start_states(cut, x)
+    """The true entry states as walks take them, and what the exchange's way back needs, if anybody does."""
+    initial = start_states(cut, x)
     if not cut.linked:
-        nothing = entry.new_empty(0, *entry.shape[1:])
+        nothing = initial.new_empty(0, *initial.shape[1:])
         maps = nothing.new_empty(0, x.v.shape[1], x.k.shape[2], x.k.shape[2])
-        return entry, Saved(ctx, view.rank, options, shapes(x), nothing, maps, nothing) if keeps else None
-    M, b = tier.transfer(tape, cut.through), tier.exit_states(tape, cut.left, entry)
+        return initial, Saved(ctx, view.rank, options, shapes(x), nothing, maps, nothing) if keeps else None
+    M, b = tier.transfer(tape, cut.through), tier.exit_states(tape, cut.left, initial)
     folded = fold(tier, cut.forward, M, b)
     whole = folded.last_maps, folded.last_offsets
     arrived, kept = yield from carry_states(options.exchange, view.seams, tier, *whole, common(view, x, options))
     entered = spread(tier, cut.forward, folded, arrived)
-    entry.index_copy_(0, cut.entered_slots, entered)
+    entry = joined(entered, initial)
     return entry, Saved(ctx, view.rank, options, shapes(x), entered, cut.bridging(M), kept) if keeps else None
-
-
-def entry_states(cut: Segments, x: Operands, saved: Saved) -> Tensor:
-    """The same states from those that were kept."""
-    entry = start_states(cut, x)
-    if cut.linked:
-        entry.index_copy_(0, cut.entered_slots, saved.entry)
-    return entry
 
 
 def prepare(tier: Any, view: RankView, x: Operands, options: Options) -> Any:

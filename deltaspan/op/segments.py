@@ -8,7 +8,17 @@ from torch import Tensor
 
 from deltaspan.kernels.stages import Runs
 from deltaspan.op.view import RankView, chains_from, columns_of, upload
-from deltaspan.plan import ChunkGrid, Passage, WalkOrder, chunk_grid, in_halves, passages, segment_table, walk_order
+from deltaspan.plan import (
+    ChunkGrid,
+    Passage,
+    WalkOrder,
+    chunk_grid,
+    in_halves,
+    numbers,
+    passages,
+    segment_table,
+    walk_order,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,14 +26,12 @@ class Segments:
     """The cut of one rank's fragments for one count of value heads. Index tensors are int64 on the device."""
 
     count: int  # S
-    every: Runs  # all segments
-    left: Runs  # those that state leaves for another, [n_left]
+    every: Runs  # all segments: from states that enter them, and behind those initial ones; backwards alike
+    left: Runs  # those that state leaves for another, [n_left]; these and the next ones start from initial states alone
     entered: Runs  # those that it enters from another, [n_entered]
     through: Runs  # those that it enters and leaves, [n_through]
-    left_slots: Tensor  # [n_left], their places among all
-    entered_slots: Tensor  # [n_entered]
     bridges: Tensor  # [B], those of cut fragments among the segments that state goes through
-    first_slots: Tensor  # segments that begin a document, and their documents
+    first_slots: Tensor  # segments that begin a document, in the order of their initial states, and their documents
     first_docs: Tensor
     last_slots: Tensor  # segments that end a document, and their documents
     last_docs: Tensor
@@ -43,12 +51,12 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:
     doc = part.table.doc[part.rows(view.rank)][table.fragment]
     inside = np.arange(len(table.first))
     first, last = np.setdiff1d(inside, table.entered), np.setdiff1d(inside, table.left)
+    known = numbers(first, table), numbers(last, table)  # before anything has come from other segments
+    rows = {"every": tuple(np.argsort(np.append(*both)) for both in ((table.entered, first), (table.left, last)))}
     ways = passages(part, view.rank, table)
     chosen = {"every": inside, "left": table.left, "entered": table.entered, "through": table.through}
     walks = {name: walk_order(table.first[which], table.count[which]) for name, which in chosen.items()}
     arrays = {
-        "left_slots": table.left,
-        "entered_slots": table.entered,
         "bridges": np.searchsorted(table.through, table.bridges),
         "first_slots": first,
         "first_docs": doc[first],
@@ -56,8 +64,8 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:
         "last_docs": doc[last],
     }
     grid = chunk_grid(part, view.rank)
-    columns = [c for name, w in walks.items() for c in _run_columns(w, chosen[name], grid)]
-    columns += [c for way in ways for c in (*columns_of(way.chains), *way[2:])]
+    columns = [c for name, w in walks.items() for c in _run_columns(w, chosen[name], *rows.get(name, known), grid)]
+    columns += [c for way in ways for c in (*columns_of(way.chains), *way[3:])]
     tensors = iter(upload(device, [*arrays.values(), *columns]))
     take = tensors.__next__
     halves = {name: in_halves(w.count.tolist(), hv, sm_count) for name, w in walks.items()}
@@ -66,19 +74,22 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:
         linked=bool(ways[0].chains.steps) or not view.seams.none,
         **{name: take() for name in arrays},
         **{
-            name: Runs(take(), take(), take(), take(), take(), take().int(), w.active, halves[name])
+            name: Runs(*(take() for _ in range(6)), take().int(), take().int(), w.active, halves[name])
             for name, w in walks.items()
         },
         **{name: _passage(way, take) for name, way in zip(("forward", "backward"), ways, strict=True)},
     )
 
 
-def _run_columns(w: WalkOrder, which: np.ndarray, grid: ChunkGrid) -> tuple[np.ndarray, ...]:
-    """Of `Runs`, for the segments `which` in walking order."""
-    last, slots = w.first + w.count - 1, which[w.order]
+def _run_columns(
+    w: WalkOrder, which: np.ndarray, entries: np.ndarray, leavings: np.ndarray, grid: ChunkGrid
+) -> tuple[np.ndarray, ...]:
+    """Of `Runs`, for the segments `which` in walking order, from the rows of all segments."""
+    last, given = w.first + w.count - 1, (entries[which[w.order]], leavings[which[w.order]])
     tokens = grid.start[w.first], grid.start[last] + grid.length[last]
-    return w.order, slots, np.argsort(w.order), w.first, last, np.stack([*tokens, w.first, slots, w.order], axis=1)
+    tables = (np.stack([*tokens, w.first, rows, w.order], axis=1) for rows in given)
+    return w.order, np.argsort(w.order), *given, w.first, last, *tables
 
 
 def _passage(way: Passage[np.ndarray], take: Callable[[], Tensor]) -> Passage[Tensor]:
-    return Passage(chains_from(way.chains, take), way.reached, *(take() for _ in way[2:]))
+    return Passage(chains_from(way.chains, take), way.composes, way.reached, *(take() for _ in way[3:]))

@@ -89,14 +89,16 @@ def test_any_heads(rng: torch.Generator, device: str, H: int, group: int) -> Non
 
 @pytest.mark.parametrize("states", [True, False])
 def test_segments_read_and_write_where_they_are_told(rng: torch.Generator, device: str, states: bool) -> None:
-    g = given(rng, [70, 1, 64], group=1).to(device)
+    """Zero from the last row on."""
+    g = given(rng, [70, 1, 64, 3], group=1).to(device)
+    g.leaving[3] = 0.0
     expected = Machine(device).adjoint(g, states=states)[0]
-    among = torch.randn(5, *g.leaving.shape[1:], generator=rng).to(device)
-    among[[4, 0, 2]] = g.leaving
-    g.x.segments[:, 3] = torch.tensor([4, 0, 2])
-    g.x.segments[:, 4] = torch.tensor([2, 0, 1])
-    entering, _ = Machine(device).adjoint(g._replace(leaving=among), states=states)
-    assert entering.shape == expected.shape and torch.equal(entering[[2, 0, 1]], expected)
+    among = torch.randn(6, *g.leaving.shape[1:], generator=rng).to(device)
+    among[[4, 0, 2]] = g.leaving[:3]
+    g.x.segments[:, 3] = torch.tensor([4, 0, 2, 5])
+    g.x.segments[:, 4] = torch.tensor([2, 0, 3, 1])
+    entering, _ = Machine(device).adjoint(g._replace(leaving=among[:5]), states=states)
+    assert entering.shape == expected.shape and torch.equal(entering[[2, 0, 3, 1]], expected)
 
 
 def test_rows_at_a_pitch(rng: torch.Generator, device: str) -> None:

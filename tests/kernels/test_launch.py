@@ -69,7 +69,8 @@ def shape_of(x: Any) -> Any:
     """An argument but for where memory happens to lie."""
     if isinstance(x, tuple):  # a descriptor
         return x[1:]
-    return "address" if isinstance(x, Tensor) or (isinstance(x, int) and x > 2**32) else x
+    x = x.data_ptr() if isinstance(x, Tensor) else x  # of an empty one, 0
+    return "address" if isinstance(x, int) and x > 2**32 else x
 
 
 def test_a_triton_without_what_is_looked_for_is_asked_as_it_wants(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,10 +130,10 @@ def test_who_hooks_into_launches_is_called(driver: Any) -> None:
 # Of that only `new_zeros` and what is named after indices launch anything.
 ALLOCATED = "new_empty", "new_empty_strided", "empty"
 CALLS: dict[str, tuple[int, bool, int, dict[str, int]]] = {
-    "forward": (1, False, 375, {"new_zeros": 1}),
-    "forward in 5": (5, False, 560, {"new_zeros": 1, "index_copy_": 1}),
-    "step": (1, True, 1230, {"new_zeros": 3}),
-    "step in 5": (5, True, 1570, {"new_zeros": 3, "index_copy_": 3}),
+    "forward": (1, False, 375, {}),
+    "forward in 5": (5, False, 560, {}),
+    "step": (1, True, 1230, {}),
+    "step in 5": (5, True, 1570, {}),
 }
 VIEWS = "squeeze", "unsqueeze", "unsqueeze_", "transpose", "alias", "detach", "split_with_sizes", "expand", "slice"
 
@@ -156,7 +157,7 @@ def test_a_call_takes_few_steps_of_the_host(driver: Any, which: str) -> None:
     with Asked() as asked:
         call()
     assert {name: n for name, n in asked.counts.items() if name not in (*ALLOCATED, *VIEWS)} == launched
-    assert sum(asked.counts[name] for name in ALLOCATED) <= 26
+    assert sum(asked.counts[name] for name in ALLOCATED) <= 29
 
 
 def test_a_checkpointed_step_takes_few_steps_of_the_host(driver: Any) -> None:
@@ -172,12 +173,12 @@ def test_a_checkpointed_step_takes_few_steps_of_the_host(driver: Any) -> None:
         call()
     driver.launches.clear()
     assert calls_of(call) <= 3600
-    assert len(driver.launches) == 15
+    assert len(driver.launches) == 12
     with Asked() as asked:
         call()
     launched = {name: n for name, n in asked.counts.items() if name not in (*ALLOCATED, *VIEWS)}
     on_host = {"_local_scalar_dense": 1}  # the mark
-    assert launched == on_host | {"new_zeros": 4, "index_copy_": 4, "new_full": 1}
+    assert launched == on_host | {"new_full": 1}
     with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         run()
     assert len(saved) == len(x) + 1  # the state that enters the second segment

@@ -26,7 +26,7 @@ import math
 
 from torch import Tensor
 
-from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind, heads_apart, late
+from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind, heads_apart, late, no_state
 from deltaspan.kernels.hopper.gluon import (
     Tilings,
     barrier,
@@ -56,20 +56,20 @@ HALF = gl.constexpr(64)  # of V, a warpgroup's share
 STAGES = gl.constexpr(3)  # of q, k, A and G: one more than of dO, so that room for dO says that there is room for them
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["given"])
 def adjoint_kernel(
-    q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, state_tiles, leaving, entering, broken, reach, segments, NC,
-    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr, HALVES: gl.constexpr, STATES: gl.constexpr,
-    CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+    q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, state_tiles, leaving, nothing, entering, broken, reach,
+    segments, given, NC, scale_log2, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr, HALVES: gl.constexpr,
+    STATES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles (descriptors): q, k [T, H * 128], do [T, HV * 128] by [64, 128], do by [64, 64] with HALVES; A
     [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; states [NC * HV * 128, 128] by [64, 128], the rows
     V and the columns K, touched with STATES only.
 
-    leaving [S, HV, K, V] fp32, the adjoint of exit states; entering [n, HV, K, V] fp32, that of entry states; of both
-    APART heads lie from one segment to the next; broken [H, NC] int32; reach [HV, NC] fp32; segments [n, 5] int32:
-    first token, end, first chunk, place in leaving and in entering. Programs: segments, then heads, then with HALVES
-    those of V.
+    leaving [given, HV, K, V] fp32, the adjoint of exit states; nothing [K, V] fp32, zero; entering [n, HV, K, V] fp32,
+    that of entry states; of both APART heads lie from one row to the next; broken [H, NC] int32; reach [HV, NC] fp32;
+    segments [n, 5] int32: first token, end, first chunk, row of leaving, from `given` on nothing, and of entering.
+    Programs: segments, then heads, then with HALVES those of V.
     """
     HV: gl.constexpr = H * GROUP
     WALKS: gl.constexpr = 1 if HALVES else 2
@@ -105,9 +105,12 @@ def adjoint_kernel(
         mbarrier.init(free.index(j), count=WALKS)
 
     h = hv // GROUP
+    state = nothing
+    if source < given:
+        state = leaving + (source * APART + hv).to(gl.int64) * (HEAD_DIM * HEAD_DIM)
     walking = (
-        state_tiles, leaving, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, chunk * HV + hv, n,
-        source * APART + hv, target * APART + hv, first,
+        state_tiles, state, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, chunk * HV + hv, n,
+        target * APART + hv, first,
     )  # fmt: skip
     preparing = (
         qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken + h * NC + chunk, end - begin, n, scale_log2,
@@ -223,8 +226,7 @@ def prepare(qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken, tokens,
 def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
     """The chain over 64 of the channels of V, from HELD on of those in shared memory, which begin with `first`."""
     (
-        state_tiles, leaving, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, row, n, source,
-        target, first,
+        state_tiles, state, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, row, n, target, first,
     ) = given  # fmt: skip
     first = first + HELD
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -234,7 +236,7 @@ def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
     value = gl.arange(0, HALF, layout=gl.SliceLayout(1, STATE))
     key = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
     size = HEAD_DIM * HEAD_DIM
-    D = gl.load(leaving + source.to(gl.int64) * size + key[None, :] * HEAD_DIM + (first + value)[:, None])
+    D = gl.load(state + key[None, :] * HEAD_DIM + (first + value)[:, None])
     stage = 0
     phase = 0
     for i in range(n):
@@ -279,7 +281,7 @@ def adjoint(
     q: Tensor, k: Tensor, do: Tensor, made: Prepared, leaving: Tensor, segments: Tensor, scale: float,
     *, states: bool, halves: bool = False, tilings: Tilings | None = None, found: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Launches the kernel; q, k [T, H, 128], do [T, HV, 128] bf16, rows of any pitch; leaving [S, HV, K, V] fp32, the
+    """Launches the kernel; q, k [T, H, 128], do [T, HV, 128] bf16, rows of any pitch; leaving [E, HV, K, V] fp32, the
     adjoint of exit states, or those heads of more; segments as the kernel has them; programs on halves of V or on all
     of it. found: where the adjoint of entry states goes to, as far apart as leaving.
 
@@ -299,7 +301,8 @@ def adjoint(
         launch(
             adjoint_kernel, (n * HV * (1 + halves),), shared.rows(q), shared.rows(k),
             shared.rows(do, 64 if halves else 128), A_tiles, shared.of(G, 64, 1, 64),
-            A_tiles if written is None else tiles(written, 128, 64, 128), leaving, entering, broken, reach, segments,
-            NC, math.log2(scale), H=H, GROUP=HV // H, APART=apart, HALVES=halves, STATES=states, num_warps=4, **LAUNCH,
+            A_tiles if written is None else tiles(written, 128, 64, 128), leaving, no_state(leaving.device), entering,
+            broken, reach, segments, leaving.shape[0], NC, math.log2(scale), H=H, GROUP=HV // H, APART=apart,
+            HALVES=halves, STATES=states, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return entering, written

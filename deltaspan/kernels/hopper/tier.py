@@ -79,7 +79,7 @@ class Entered(NamedTuple):
     """From what the backward walks: what it reads of the states is made there."""
 
     runs: Runs
-    entry: Tensor  # [S, HV, 128, 128] fp32
+    entry: Tensor  # [E, HV, 128, 128] fp32
 
 
 class Adjoint(NamedTuple):
@@ -116,7 +116,7 @@ def walk(
     tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True
 ) -> tuple[Tensor | None, Tensor | None, Entered]:
     """Walks every run from its true entry state as far as anybody reads what comes of it: o [T, HV, 128], exit states
-    like entry."""
+    [n, HV, 128, 128]."""
     o = exit = None
     if output or exits:
         o, exit, _ = _walked(tape, runs, entry, output=output, exits=exits)
@@ -144,14 +144,14 @@ def adjoint_prep(tape: Tape, do: Tensor) -> Adjoint:
 
 
 def adjoint_summary(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> Tensor:
-    """The adjoint [n, HV, 128, 128] of each run's entry state, for the adjoint `leaving` [S, HV, 128, 128] of its exit
+    """The adjoint [n, HV, 128, 128] of each run's entry state, for the adjoint `leaving` [E, HV, 128, 128] of its exit
     state."""
     entering, _ = _walked_back(adjoint, runs, leaving, states=False)
     return entering
 
 
 def adjoint_walk(adjoint: Adjoint, runs: Runs, leaving: Tensor, found: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Walks every run back from the true adjoint [S, HV, 128, 128] of its exit state to that of its entry state, which
+    """Walks every run back from the true adjoint [E, HV, 128, 128] of its exit state to that of its entry state, which
     goes to `found` if given; with D at the end of every chunk [NC, HV, V, K] bf16."""
     return _walked_back(adjoint, runs, leaving, states=True, found=found)
 
@@ -165,7 +165,7 @@ def gradients(adjoint: Adjoint, states: Tensor, costates: Tensor, found: tuple[T
 
 
 def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) -> tuple[Tensor | None, ...]:
-    """The adjoint of entry states [S, HV, 128, 128]; dq, dk [T, H, 128], dv [T, HV, 128] bf16, dg, dbeta [T, HV] fp32,
+    """The adjoint of entry states [n, HV, 128, 128]; dq, dk [T, H, 128], dv [T, HV, 128] bf16, dg, dbeta [T, HV] fp32,
     dA_log and ddt_bias [HV] fp32 or None, of the operands as they were given. By slabs of key heads, with the same bits
     for any."""
     t, raw = adjoint.tape, adjoint.raw
@@ -174,7 +174,7 @@ def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) ->
     found = dq, dk, dv, dg, dbeta = (
         *(x.new_empty(x.shape) for x in (t.q, t.k, t.v)), *(leaving.new_empty(t.beta.shape) for _ in range(2)),
     )  # fmt: skip
-    entering = leaving.new_empty(leaving.shape)
+    entering = leaving.new_empty(runs.table.shape[0], *leaving.shape[1:])
     if n == 1:
         _pull_back(adjoint, runs, states.entry, leaving, entering, found)
     else:
@@ -274,7 +274,7 @@ def _walked_back(
     adjoint: Adjoint, runs: Runs, leaving: Tensor, *, states: bool, found: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     tape = adjoint.tape
-    operands = tape.q, tape.k, adjoint.do, tape.made, leaving, runs.table, tape.scale
+    operands = tape.q, tape.k, adjoint.do, tape.made, leaving, runs.back, tape.scale
     return walked_back(*operands, states=states, halves=runs.halves, tilings=tape.tilings, found=found)
 
 

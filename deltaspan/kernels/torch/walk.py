@@ -51,10 +51,15 @@ def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) ->
     return composed, None if b is None else passed[..., K:].contiguous()
 
 
+def taken(states: Tensor, rows: Tensor) -> Tensor:
+    """Rows of states [E, HV, K, V], zero from E on."""
+    return pad(states, (0, 0) * 3 + (0, 1))[rows.clamp(max=len(states))]
+
+
 @full_precision()
 def exit_states(tape: Tape, runs: Runs, entry: Tensor) -> Tensor:
-    """The exit state of each run from `entry` [S, HV, K, V], [n, HV, K, V]."""
-    state = entry[runs.slots]
+    """The exit state of each run from `entry` [E, HV, K, V], [n, HV, K, V]."""
+    state = taken(entry, runs.entries)
     for step, n in enumerate(runs.active):
         c = runs.first[:n] + step
         state[:n] = tape.gamma[c] * state[:n] + tape.rk[c].mT @ (tape.u[c] - tape.w[c] @ state[:n])
@@ -76,12 +81,12 @@ def transfer(tape: Tape, runs: Runs) -> Tensor:
 def walk(
     tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True
 ) -> tuple[Tensor | None, Tensor, States]:
-    """Walks every run from its true entry state [S, HV, K, V]: o [T, HV, V] in v's type, exit states, and the tape of
+    """Walks every run from its true entry state [E, HV, K, V]: o [T, HV, V] in v's type, exit states, and the tape of
     states.
 
     Without `output` o is not computed; exit states cost nothing here, wanted or not.
     """
-    state = entry[runs.slots]
+    state = taken(entry, runs.entries)
     states = entry.new_empty(tape.gamma.shape[0], *entry.shape[1:])
     update = torch.empty_like(tape.u)
     for step, n in enumerate(runs.active):
