@@ -112,7 +112,7 @@ def end_adjoints(cut: Segments, x: Operands, dfinal_state: Tensor | None) -> Ten
 def _of_documents(x: Operands, states: Tensor | None, docs: Tensor) -> Tensor:
     if states is None:
         return x.q.new_empty(x.state_shape(0), dtype=x.state_type)
-    return states[docs].to(x.state_type)
+    return states.index_select(0, docs).to(x.state_type)
 
 
 def joined(passed: Tensor, ends: Tensor) -> Tensor:
