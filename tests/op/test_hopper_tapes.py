@@ -167,8 +167,8 @@ def step_bytes(T: int, H: int, HV: int, chunks: int, segments: int, slabs: int) 
     results = T * (2 * 256 * HV + 2 * 256 * H + 2 * 4 * HV)  # o, dq, dk, dv, dg, dbeta
     prepared = chunks * (HV * (64 * 64 * 2 + 64 * 4 + 4) + 4 * H)
     walked = chunks * HV * 2 * 128 * 128 * 2  # S, D
-    state = 4 * HV * 128 * 128
-    states = (3 * segments - 2) * state  # that enter a segment of its document's, adjoints of leaving ones; and of all entries
+    passed = segments - 1  # states that pass between segments, and their adjoints; beside them those of all entries
+    states = (2 * passed + segments) * 4 * HV * 128 * 128
     largest = -(-H // slabs)  # of a slab's heads
     return results + prepared + states + walked * largest // H
 
