@@ -37,7 +37,7 @@ def fold(affine: Affine, way: Passage[Tensor], maps: Tensor, offsets: Tensor | N
 
 def _apart(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The first n rows and the others, each in memory of its own: either may be kept longer than the other."""
-    return (x, x.new_empty(0, *x.shape[1:])) if n == len(x) else (x[:n].clone(), x[n:].clone())
+    return (x, x.new_empty(0, *x.shape[1:])) if n == x.shape[0] else (x[:n].clone(), x[n:].clone())
 
 
 def spread(affine: Affine, way: Passage[Tensor], folded: Folded, arrived: Tensor) -> Tensor:
@@ -45,9 +45,9 @@ def spread(affine: Affine, way: Passage[Tensor], folded: Folded, arrived: Tensor
     if not way.chains.steps:
         return arrived
     reached = folded.offsets
-    if len(way.arriving):
+    if way.arriving.shape[0]:
         reached[way.arriving] = arrived
-    if len(way.through):
+    if way.through.shape[0]:
         there = way.through
         reached[there] = affine.merge(folded.maps, arrived[way.source], reached[there])
     return reached

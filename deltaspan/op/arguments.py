@@ -38,6 +38,8 @@ def given_to(
     dt_bias: Shards | None,
 ) -> list[Operands]:
     """What users give, rank by rank, unchecked and with its batch axis."""
+    if not ctx._simulated:
+        return [Operands(q, k, v, g, beta, initial_state, A_log, dt_bias)]
     columns = [*map(ctx._listed, REQUIRED, (q, k, v, g, beta))]
     columns += map(ctx._replicated, NAMES[len(REQUIRED) :], (initial_state, A_log, dt_bias))
     return list(map(Operands, *columns))
@@ -63,8 +65,6 @@ def operands_of(ctx: Context, options: Options, given: list[Operands]) -> list[O
 
 def as_autocast(x: Any, device: torch.device) -> Any:
     """Under autocast an operand is cast as for a matrix product: all but FP64, to the type that it names."""
-    if not torch.is_autocast_enabled(device.type):
-        return x
     if isinstance(x, list):
         return [as_autocast(shard, device) for shard in x]
     cast = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64

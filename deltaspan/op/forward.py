@@ -97,6 +97,6 @@ def common(view: RankView, x: Operands, options: Options) -> str:
 
 def stages(ctx: Context, x: Operands, options: Options) -> Any:
     """The tier that serves the call. Raises ValueError if the one that is asked for does not."""
-    call = {"dtype": x.q.dtype, "K": x.k.shape[2], "V": x.v.shape[2], "unit_keys": options.unit_keys}
-    call |= {"group": x.v.shape[1] // x.k.shape[1], "scale": options.scale}
-    return select.tier(select.chosen_backend(options.backend, device=ctx.device, **call))
+    (_, H, K), (_, HV, V) = x.k.shape, x.v.shape
+    shaping = {"scale": options.scale, "unit_keys": options.unit_keys}
+    return select.stages(options.backend, ctx.device, dtype=x.q.dtype, K=K, V=V, group=HV // H, **shaping)

@@ -107,7 +107,8 @@ def chunk_gated_delta_rule(
         reuse_recompute_tapes=reuse_recompute_tapes, recompute_output=recompute_output, workspace=workspace,
     )  # fmt: skip
     check_handle(recompute_handle, options.keeps)
-    q, k, v = (as_autocast(x, ctx.device) for x in (q, k, v))
+    if torch.is_autocast_enabled(ctx.device.type):
+        q, k, v = (as_autocast(x, ctx.device) for x in (q, k, v))
     given = given_to(ctx, q, k, v, g, beta, initial_state, A_log, dt_bias)
     with torch.no_grad():  # batch axes are taken off for the node, which leads back to what was given
         ranks = operands_of(ctx, options, given)

@@ -107,7 +107,13 @@ def places(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def unread(like: Tensor) -> Tensor:
     """In the place of an output that nobody reads: NaN, which takes no memory either."""
-    return like.new_full((), torch.nan).expand(like.shape)
+    return _no_number(like.dtype, like.device).expand(like.shape)
+
+
+@cache
+def _no_number(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # whoever asks first, autograd may have views of it
+        return torch.full((), torch.nan, dtype=dtype, device=device)
 
 
 @cache

@@ -62,7 +62,7 @@ def saved_at_seams(view: RankView, cut: Segments, options: Options) -> tuple[str
     counts wherever anything crosses in the group."""
     maps = options.save_transfer
     held = {
-        "entry": len(cut.entered.order), "maps": maps and cut.bridges.shape[0], "kept": maps and not view.seams.none
+        "entry": cut.entered.order.shape[0], "maps": maps and cut.bridges.shape[0], "kept": maps and not view.seams.none
     }  # fmt: skip
     return tuple([name for name, holds in held.items() if holds and options.keeps])
 
@@ -117,7 +117,7 @@ def _of_documents(x: Operands, states: Tensor | None, docs: Tensor) -> Tensor:
 
 def joined(passed: Tensor, ends: Tensor) -> Tensor:
     """What a walk of all segments takes: states that passed from one to another, and behind them those at ends."""
-    return torch.cat([passed, ends]) if len(ends) else passed
+    return torch.cat([passed, ends]) if ends.shape[0] else passed
 
 
 def final_states(view: RankView, cut: Segments, x: Operands, exit: Tensor, documents: int) -> Tensor:

@@ -41,7 +41,7 @@ class Segments:
 
     def bridging(self, M: Tensor) -> Tensor:
         """Of the maps [n_through, HV, K, K] those of bridges: without a copy where that is all."""
-        return M if len(M) == len(self.bridges) else M[self.bridges]
+        return M if M.shape[0] == self.bridges.shape[0] else M[self.bridges]
 
 
 def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:

@@ -44,6 +44,7 @@ from deltaspan.kernels.hopper.chunk import (
 )
 from deltaspan.kernels.hopper.forward import clear_behind, late
 from deltaspan.kernels.hopper.gluon import (
+    Tilings,
     barrier,
     exp2,
     fence_async_shared,
@@ -53,7 +54,6 @@ from deltaspan.kernels.hopper.gluon import (
     load_tile,
     mbarrier,
     narrowed,
-    row_tiles,
     scaled,
     tiles,
     warpgroup_mma,
@@ -473,15 +473,16 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.const
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, do: Tensor, made: Prepared, states: Tensor, costates: Tensor,
     chunks: Tensor, scale: float, found: tuple[Tensor, ...], *, programs: int,
+    tilings: Tilings | None = None,
 ) -> None:  # fmt: skip
     """Launches the kernel; ready q, k [T, H, 128], v, do [T, HV, 128] bf16, rows of any pitch; beta [T, HV] fp32 or
     bf16; the state at every chunk's start and its adjoint at every chunk's end [NC, HV, V, K] bf16; chunks [NC, 2]
-    int32. programs: at most so many, as many as run at once.
+    int32. programs: at most so many, as many as run at once. tilings: as for the forward.
 
     found: where dq, dk [T, H, 128], dv [T, HV, 128] bf16 and dg, dbeta [T, HV] fp32 go to, like beta whole tensors or
     views of the same heads of larger ones. Nothing is written for tokens outside all chunks.
     """
-    (_, H, D), HV, NC = k.shape, v.shape[1], len(chunks)
+    (_, H, D), HV, NC = k.shape, v.shape[1], chunks.shape[0]
     A, G, broken, _, lengths = made
     assert lengths is None, "the gradients take ready q and k"
     apart = found[0].stride(0) // D
@@ -490,8 +491,9 @@ def gradients(
         *[(heads * D, D, 1) for heads in (apart, apart, apart * group)], *[(apart * group, 1)] * 3
     ]  # fmt: skip
     if NC:
+        shared = Tilings() if tilings is None else tilings
         launch(
-            gradients_kernel, (min(programs, NC * H),), row_tiles(q), row_tiles(k), row_tiles(v, 64), row_tiles(do, 64),
-            tiles(states, 128, 64, 128), tiles(costates, 128, 64, 128), A, G, beta, broken, chunks, *found, NC * H, NC,
-            scale, H=H, GROUP=group, APART=apart, num_warps=4, **LAUNCH,
+            gradients_kernel, (min(programs, NC * H),), shared.rows(q), shared.rows(k), shared.rows(v, 64),
+            shared.rows(do, 64), tiles(states, 128, 64, 128), tiles(costates, 128, 64, 128), A, G, beta, broken, chunks,
+            *found, NC * H, NC, scale, H=H, GROUP=group, APART=apart, num_warps=4, **LAUNCH,
         )  # fmt: skip

@@ -161,7 +161,7 @@ def gradients(adjoint: Adjoint, states: Tensor, costates: Tensor, found: tuple[T
     start and D at its end, to where `found` has places for them."""
     t = adjoint.tape
     operands = t.q, t.k, t.v, t.beta, adjoint.do, t.made, states, costates, t.grid.table, t.scale
-    of_chunks(*operands, found, programs=_multiprocessors(t.q.device))
+    of_chunks(*operands, found, programs=_multiprocessors(t.q.device), tilings=t.tilings)
 
 
 def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) -> tuple[Tensor | None, ...]:
