@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltaspan.op.context import Context
-from deltaspan.op.operands import NAMES, REQUIRED, Operands, check_operands
+from deltaspan.op.operands import AXES, NAMES, Operands, check_operands
 from deltaspan.op.options import Options, check_gate, check_segments
 
 Shards = Tensor | list[Tensor]
@@ -40,16 +40,16 @@ def given_to(
     """What users give, rank by rank, unchecked and with its batch axis."""
     if not ctx._simulated:
         return [Operands(q, k, v, g, beta, initial_state, A_log, dt_bias)]
-    columns = [*map(ctx._listed, REQUIRED, (q, k, v, g, beta))]
-    columns += map(ctx._replicated, NAMES[len(REQUIRED) :], (initial_state, A_log, dt_bias))
+    columns = [*map(ctx._listed, AXES, (q, k, v, g, beta))]
+    columns += map(ctx._replicated, NAMES[len(AXES) :], (initial_state, A_log, dt_bias))
     return list(map(Operands, *columns))
 
 
-def operands_of(ctx: Context, options: Options, given: list[Operands]) -> list[Operands]:
-    """Checked, and without the batch axis."""
+def check_given(ctx: Context, options: Options, given: list[Operands]) -> None:
+    """Raises TypeError or ValueError for operands that do not fit the call, each other or the context."""
     for x in given:
         check_gate(options, x.A_log, x.dt_bias)
-    return [
+    for view, x in zip(ctx._views, given, strict=True):
         check_operands(
             x,
             raw_g=options.use_gate_in_kernel,
@@ -59,8 +59,6 @@ def operands_of(ctx: Context, options: Options, given: list[Operands]) -> list[O
             documents=ctx.part.num_documents,
             device=ctx.device,
         )
-        for view, x in zip(ctx._views, given, strict=True)
-    ]
 
 
 def as_autocast(x: Any, device: torch.device) -> Any:
@@ -71,6 +69,6 @@ def as_autocast(x: Any, device: torch.device) -> Any:
     return x.to(torch.get_autocast_dtype(device.type)) if cast else x
 
 
-def batched(outputs: Iterable[Tensor], given: list[Operands]) -> list[Tensor]:
+def batched(outputs: Iterable[Tensor], qs: Iterable[Tensor]) -> list[Tensor]:
     """Outputs [T, HV, V] with a batch axis where q has one: in place, since they are new, and the same from a node."""
-    return [o.unsqueeze_(0) if x.q.dim() == 4 else o for o, x in zip(outputs, given, strict=True)]
+    return [o.unsqueeze_(0) if q.dim() == 4 else o for o, q in zip(outputs, qs, strict=True)]

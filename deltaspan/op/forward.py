@@ -96,7 +96,8 @@ def common(view: RankView, x: Operands, options: Options) -> str:
 
 
 def stages(ctx: Context, x: Operands, options: Options) -> Any:
-    """The tier that serves the call. Raises ValueError if the one that is asked for does not."""
-    (_, H, K), (_, HV, V) = x.k.shape, x.v.shape
+    """The tier that serves a call, whose operands may have batch axes. Raises ValueError if the one that is asked for
+    does not."""
+    (H, K), (HV, V) = x.k.shape[-2:], x.v.shape[-2:]
     shaping = {"scale": options.scale, "unit_keys": options.unit_keys}
     return select.stages(options.backend, ctx.device, dtype=x.q.dtype, K=K, V=V, group=HV // H, **shaping)

@@ -231,12 +231,11 @@ def _slabs_of(
     split = torch.Tensor.split_with_sizes
     by_key = [split(x, keys, 1) for x in (t.q, t.k, dq, dk)]
     by_value = [split(x, values, 1) for x in (t.v, t.g, t.beta, adjoint.do, entry, leaving, entering, *of_values)]
-    made = *(split(x, values) for x in t.made[:2]), split(t.made.broken, keys), split(t.made.reach, values)
-    for (q, k, dq, dk), (v, g, beta, do, *states, dv, dg, dbeta), of_slab in zip(
-        zip(*by_key, strict=True), zip(*by_value, strict=True), zip(*made, strict=True), strict=True
-    ):
+    made = split(t.made.A, values), split(t.made.G, values), split(t.made.broken, keys), split(t.made.reach, values)
+    slabs = zip(*by_key, *by_value, *made, strict=True)
+    for q, k, dq, dk, v, g, beta, do, entry, leaving, entering, dv, dg, dbeta, *of_slab in slabs:
         tape = Tape(q, k, v, g, beta, Prepared(*of_slab), t.grid, t.scale, t.raw, Tilings())
-        yield adjoint._replace(tape=tape, do=do), *states, (dq, dk, dv, dg, dbeta)
+        yield Adjoint(tape, do, *adjoint[2:]), entry, leaving, entering, (dq, dk, dv, dg, dbeta)
 
 
 def _pull_back(
