@@ -1,6 +1,5 @@
 """The backward of one rank, as a program: the forward's walk again, then the adjoint's the other way round."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,10 +27,10 @@ class Gradients(NamedTuple):
     dA_log: Tensor | None = None  # [HV], this rank's share of a sum over the group
     ddt_bias: Tensor | None = None  # [HV], the same
 
-    def like(self, axes: Sequence[int | None]) -> "Gradients":
-        """With as many axes as the operands have: batch axes, as views."""
-        pairs = zip(self, axes, strict=True)
-        return Gradients(*[d.unsqueeze(0) if d is not None and n > d.dim() else d for d, n in pairs])
+    def like(self, given: Operands) -> "Gradients":
+        """With the batch axes of the operands, as views."""
+        pairs = zip(self, given, strict=True)
+        return Gradients(*[d.unsqueeze(0) if d is not None and x.dim() > d.dim() else d for d, x in pairs])
 
 
 def backward_program(

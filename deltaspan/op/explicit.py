@@ -8,7 +8,7 @@ from deltaspan.op.arguments import Shards, batched, check_given, given_to, optio
 from deltaspan.op.backward import Gradients, backward_program
 from deltaspan.op.context import Context
 from deltaspan.op.forward import forward_program, stages
-from deltaspan.op.operands import axes, check_like, without_batch
+from deltaspan.op.operands import check_like, without_batch
 from deltaspan.op.options import Options
 from deltaspan.op.saved import Saved, check_saved
 from deltaspan.op.together import any_state_crosses
@@ -99,7 +99,7 @@ def backward(
             for view, x, *rest in zip(ctx._views, ranks, dos, dfinals, kept, strict=True)
         ]
     )
-    return ctx._unlisted([grads.like(axes(x)) for grads, x in zip(done, given, strict=True)])
+    return ctx._unlisted([grads.like(x) for grads, x in zip(done, given, strict=True)])
 
 
 def _options(ctx: Context, **given: Any) -> Options:

@@ -11,7 +11,7 @@ from deltaspan.op.backward import backward_program
 from deltaspan.op.context import Context
 from deltaspan.op.forward import Forward, forward_program, stages
 from deltaspan.op.keeping import Keeping
-from deltaspan.op.operands import Operands, axes, squeeze, without_batch
+from deltaspan.op.operands import Operands, squeeze, without_batch
 from deltaspan.op.options import Options
 from deltaspan.op.recompute import RULE, RecomputeHandle, Region, check_handle, surrounding, taken, unread
 from deltaspan.op.saved import check_saved, saved_at_seams
@@ -175,7 +175,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """flat: the operands as they were given. Batch axes are taken off here and put on here, where that makes no
-        nodes; what is saved is without."""
+        nodes."""
         given = _by_rank(flat)
         ranks = [*map(without_batch, given)]
         seams = [
@@ -185,9 +185,9 @@ class _GatedDeltaRule(torch.autograd.Function):
         tape = tier.kept_tensors(options.use_qk_l2norm_in_kernel)
         keeping = Keeping.of(options, region, flat, seams, tape)
         done = _run(ctx, tier, options, handle, ranks, output=keeping.output)
-        fn.context, fn.options, fn.axes, fn.keeping = ctx, options, [*map(axes, given)], keeping
+        fn.context, fn.options, fn.given, fn.keeping = ctx, options, len(flat), keeping
         fn.templates = keeping.templates(options, done)
-        fn.save_for_backward(*(t for x in ranks for t in x), *keeping.tensors(done))
+        fn.save_for_backward(*flat, *keeping.tensors(done))
         fn.set_materialize_grads(False)
         outputs = [unread(x.v) if f.o is None else f.o for f, x in zip(done, ranks, strict=True)]
         return *batched(outputs, [x.q for x in given]), *(f.final_state for f in done if f.final_state is not None)
@@ -197,10 +197,9 @@ class _GatedDeltaRule(torch.autograd.Function):
     @any_state_crosses
     def backward(fn: Any, *grads: Tensor | None) -> tuple:
         ctx, tensors = fn.context, taken(fn)
-        W = len(fn.axes)
-        first = W * len(Operands._fields)
-        ranks, kept = _by_rank(tensors[:first]), fn.keeping.restore(fn.templates, tensors[first:])
+        given, kept = _by_rank(tensors[: fn.given]), fn.keeping.restore(fn.templates, tensors[fn.given :])
         del tensors
+        ranks, W = [*map(without_batch, given)], len(given)
         done = ctx._transport.run(
             [
                 backward_program(
@@ -212,7 +211,7 @@ class _GatedDeltaRule(torch.autograd.Function):
                 for i, (view, x) in enumerate(zip(ctx._views, ranks, strict=True))
             ]
         )  # fmt: skip
-        return *[None] * 6, *(grad for g, n in zip(done, fn.axes, strict=True) for grad in g.like(n))
+        return *[None] * 6, *(grad for g, x in zip(done, given, strict=True) for grad in g.like(x))
 
 
 def _by_rank(flat: Sequence[Tensor | None]) -> list[Operands]:

@@ -87,10 +87,6 @@ def without_batch(given: Operands) -> Operands:
     return Operands(*first, *given[len(AXES) :])
 
 
-def axes(x: Operands) -> list[int | None]:
-    return [None if t is None else t.dim() for t in x]
-
-
 def check_operands(
     x: Operands, *, raw_g: bool, raw_beta: bool, tokens: int, padded: bool, documents: int, device: torch.device
 ) -> None:
