@@ -384,6 +384,7 @@ FAULTS = {
     "no wait for room": ("forward", "        mbarrier.wait(empty.index(stage), phase ^ 1)\n", ""),
     "bytes of one tile too many": ("forward", "(2 if OUTPUT else 1) * CHUNK", "(3 if OUTPUT else 1) * CHUNK"),
     "A overwritten while it is read": ("forward", "            W = warpgroup_mma_wait(0, deps=[W, p, a])[0]\n", ""),
+    "later keys read": ("forward", "row[:, None] >= column[None, :]", "row[:, None] >= 0 * column[None, :]"),
     "tail not cleared": ("forward", "            clear_behind(k, held)\n", ""),
     "no fence": ("forward", f"        fence_async_shared()\n{ARRIVE}", ARRIVE),
     "late arrival": ("forward", "        mbarrier.arrive(empty.index(stage), count=1)\n", ""),

@@ -26,11 +26,10 @@ import math
 
 from torch import Tensor
 
-from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind, heads_apart, late, no_state
+from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind, heads_apart, no_state
 from deltaspan.kernels.hopper.gluon import (
     Tilings,
     barrier,
-    exp2,
     fence_async_shared,
     gl,
     gluon,
@@ -43,6 +42,7 @@ from deltaspan.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from deltaspan.kernels.hopper.instructions import exp2, late, mask, masked_negative, widened
 from deltaspan.kernels.hopper.prep import Prepared
 
 # Three stages, two of dO and both halves of D on their way out fill the shared memory. A walk holds D in 64 registers,
@@ -168,14 +168,14 @@ def load(
 
 @gluon.jit
 def prepare(qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken, tokens, n, scale_log2):
-    """-Y and Q' of every chunk, two ahead at most."""
+    """Y and Q' of every chunk, two ahead at most."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
     column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
-    low = row[:, None] >= column[None, :]
+    low = mask(row[:, None] >= column[None, :])
     stage = 0
     phase = 0
     for i in range(n):
@@ -205,13 +205,13 @@ def prepare(qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken, tokens,
         Y = gl.zeros([CHUNK, HEAD_DIM], gl.float32, WIDE)
         Y = warpgroup_mma(a, k, Y, is_async=True)
         P = warpgroup_mma_wait(1, deps=[P])
-        p = gl.convert_layout(gl.where(low, P, 0.0).to(gl.bfloat16), LEFT)
+        p = gl.convert_layout(masked_negative(P.to(gl.bfloat16), low), LEFT)
         Y = warpgroup_mma_wait(0, deps=[Y, q, a, k])[0]
-        y.store((-Y).to(gl.bfloat16))
+        y.store(Y.to(gl.bfloat16))
         fence_async_shared()
         barrier()
         decay = exp2(G.load(gl.SliceLayout(1, WIDE)) + scale_log2)
-        Q = warpgroup_mma(p, y, q.load(WIDE).to(gl.float32), is_async=True)
+        Q = warpgroup_mma(p, y, widened(q.load(WIDE)), is_async=True)
         Q = warpgroup_mma_wait(0, deps=[Q, p, y])[0]
         q.store((Q * decay[:, None]).to(gl.bfloat16))
         fence_async_shared()
@@ -252,7 +252,7 @@ def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
         mbarrier.wait(ready.index(b), (i >> 1) & 1)
         G = gs.index(stage).reshape([CHUNK]).slice(CHUNK - 1, 1, 0)
         D = D * exp2(G.load(gl.SliceLayout(0, STATE)))[None, :]
-        gamma = exp2(G.load(gl.SliceLayout(0, ACC)))
+        gamma = -exp2(G.load(gl.SliceLayout(0, ACC)))
         U = gl.zeros([HALF, CHUNK], gl.float32, ACC)
         U = warpgroup_mma(d, k.permute((1, 0)), U, is_async=True)
         D = warpgroup_mma(do, q, D, is_async=True)

@@ -37,7 +37,6 @@ from deltaspan.kernels.hopper.gluon import (
     Tilings,
     add,
     barrier,
-    exp2,
     fence_async_shared,
     gl,
     gluon,
@@ -50,6 +49,7 @@ from deltaspan.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from deltaspan.kernels.hopper.instructions import exp2, late, mask, masked, masked_or, widened
 from deltaspan.kernels.hopper.prep import Prepared
 
 # Three stages fill the shared memory. A walk holds S in 64 registers, U, Q and O in 32 each, and operands; with fewer
@@ -202,7 +202,7 @@ def prepare(given, inverse, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: 
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
     column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
-    low = row[:, None] >= column[None, :]
+    low = mask(row[:, None] >= column[None, :])
     token = gl.arange(0, CHUNK, layout=FLAT)
     stage = 0
     phase = 0
@@ -229,16 +229,15 @@ def prepare(given, inverse, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: 
         to_end = exp2(G.slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(1, ACC)) - G_row)
         if OUTPUT:
             P = warpgroup_mma_wait(0, deps=[P, q, k])[0]
-            p = gl.convert_layout(gl.where(low, P, 0.0).to(gl.bfloat16), LEFT)
+            p = gl.convert_layout(masked(P.to(gl.bfloat16), low), LEFT)
             W = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             W = warpgroup_mma(p, a, W, is_async=True)
             G_column = G.load(gl.SliceLayout(0, ACC))
-            # above the diagonal, where W is zero, finite is enough
-            E = exp2(gl.minimum(G_row[:, None] - G_column[None, :] + scale_log2, 120.0))
+            E = exp2((G_row + scale_log2)[:, None] - G_column[None, :])
             if L2NORM:
                 E = E * gl.load(inverse + i * (2 * CHUNK) + row)[:, None]
             W = warpgroup_mma_wait(0, deps=[W, p, a])[0]
-            w = (W * E).to(gl.bfloat16)
+            w = masked((W * E).to(gl.bfloat16), low)  # above the diagonal E may be infinite
             barrier()  # every warp has read A
             a.store(w)
         for half in gl.static_range(2):
@@ -268,9 +267,9 @@ def clear_behind(tile, held, to: gl.constexpr = 0.0):
     """Sets the rows of a tile of 64 from `held` on to zero, or to what is given, whatever stands there."""
     WIDTH: gl.constexpr = tile.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))
-    x = tile.load(WIDE)
-    tile.store(gl.where((row < held)[:, None], x, gl.full([CHUNK, WIDTH], to, gl.bfloat16, WIDE)))
+    kept = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))) < held
+    filling = gl.where(kept, 0.0, to).to(gl.bfloat16)
+    tile.store(masked_or(tile.load(WIDE), mask(kept)[:, None], filling[:, None]))
 
 
 @gluon.jit
@@ -320,7 +319,7 @@ def walk(
         if OUTPUT:
             read = reads.index(b).load(gl.SliceLayout(0, ACC))
         gamma = keeps.index(b).slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, STATE))
-        R = (v.to(gl.float32) - written[None, :] * U).to(gl.bfloat16)
+        R = (widened(v) - written[None, :] * U).to(gl.bfloat16)
         S = S * gamma[None, :]
         r = gl.convert_layout(R, STATE_LEFT)
         if OUTPUT:
@@ -348,12 +347,6 @@ def walk(
         channel = first + late(value)
         gl.store(exit + (target * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + channel[:, None], S)
     store_wait(0)
-
-
-@gluon.jit
-def late(index):
-    """Itself, by way of the assembler, so that no address made of it is kept in registers all along a walk."""
-    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [index], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -38,43 +38,6 @@ COMPILED_WITH = {"enable_fp_fusion": True}  # said in every launch, since Triton
 
 
 @gluon.jit
-def exp2(x):
-    """2^x in fp32, where the library's own leaves a branch for every element."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def reciprocal(x):
-    """1 / x in fp32 to a unit of the last place, in one instruction; zero where it would be subnormal."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def rounded_sum(x, y):
-    """x + y in fp32, of a product that is rounded before: not in one operation with it."""
-    return gl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=r,r,r", [x, y], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def narrowed(x):
-    """x in bf16, and not in fp32 beside it: the compiler would keep both in registers."""
-    x = x.to(gl.bfloat16)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.bfloat16, is_pure=False, pack=2)
-
-
-@gluon.jit
-def scaled(x, by):
-    """x in bf16 times what is in fp32, rounded once or as good as: two instructions for two numbers. `by` comes in two
-    bf16 parts, and what the smaller one adds is rounded to 2^-9 of 2^-9."""
-    high = by.to(gl.bfloat16)
-    low = (by - high.to(gl.float32)).to(gl.bfloat16)
-    return gl.inline_asm_elementwise(
-        "mul.rn.bf16x2 $0, $1, $3; fma.rn.bf16x2 $0, $1, $2, $0;", "=&r,r,r,r", [x, high, low], gl.bfloat16,
-        is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@gluon.jit
 def add(a, b):
     return a + b
 
@@ -241,7 +204,6 @@ __all__ = [
     "add",
     "barrier",
     "default_layout",
-    "exp2",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -249,10 +211,7 @@ __all__ = [
     "load_tile",
     "mbarrier",
     "mma_v2",
-    "narrowed",
-    "reciprocal",
     "row_tiles",
-    "scaled",
     "store_tile",
     "store_wait",
     "tiles",
