@@ -1,5 +1,6 @@
 """Which tier serves a call: by name, or by device; a refusal carries its reason."""
 
+import warnings
 from functools import lru_cache
 from importlib import import_module
 from inspect import signature
@@ -24,7 +25,8 @@ def is_supported(device: torch.device | str) -> bool:
 
 
 def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu", **call: Any) -> str:
-    """The tier that serves `backend` on `device`.
+    """The tier that serves `backend` on `device`. "auto" is the Hopper tier where that serves the call, else the torch
+    tier, of which a warning tells once where the device has a Hopper tier.
 
     call: of a call, what tiers tell apart: dtype, K, V, `group`, the value heads of a key head, scale and unit_keys.
 
@@ -48,15 +50,12 @@ def stages(backend: str, device: torch.device, **call: Any) -> ModuleType:
 @lru_cache
 def _chosen(backend: str, device: torch.device, **call: Any) -> str:
     check_device(device)
-    if backend == "hopper" and (reason := _beyond_hopper(device, **call)):
-        raise _refusal(reason)
-    return "torch" if backend == "auto" else backend
+    return backend if backend == "torch" else _hopper_or_torch(backend, device, _beyond_hopper(device, **call))
 
 
 def chosen_for_convolution(backend: str, *, device: torch.device | str, dtype: torch.dtype, taps: int) -> str:
-    """The tier that serves `backend` for a convolution of rows of type `dtype`; "auto" is the torch tier until the
-    kernel has been measured on a device. Device, type and taps alone decide, so that a checkpoint's recompute goes the
-    way of the first run.
+    """The tier that serves `backend` for a convolution of rows of type `dtype`. Device, type and taps alone decide, so
+    that a checkpoint's recompute goes the way of the first run.
 
     Raises:
         TypeError, ValueError: as `chosen_backend`.
@@ -68,9 +67,20 @@ def chosen_for_convolution(backend: str, *, device: torch.device | str, dtype: t
 @lru_cache
 def _chosen_for_convolution(backend: str, device: torch.device, dtype: torch.dtype, taps: int) -> str:
     check_device(device)
-    if backend == "hopper" and (reason := _convolution_beyond_hopper(device, dtype, taps)):
-        raise _refusal(reason)
-    return "torch" if backend == "auto" else backend
+    if backend == "torch":
+        return backend
+    return _hopper_or_torch(backend, device, _convolution_beyond_hopper(device, dtype, taps))
+
+
+def _hopper_or_torch(backend: str, device: torch.device, reason: str | None) -> str:
+    """reason: why the Hopper tier does not serve, if so. What calls this is cached, so that a warning comes once."""
+    if reason is None:
+        return "hopper"
+    if backend == "hopper":
+        raise ValueError(f"backend 'hopper' {reason}; backend='torch' does")
+    if has_hopper(device):
+        warnings.warn(f"backend 'auto' takes the slow torch tier: 'hopper' {reason}", stacklevel=4)
+    return "torch"
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -149,10 +159,6 @@ def _convolution_beyond_hopper(device: torch.device, dtype: torch.dtype, taps: i
 def _check_name(backend: str) -> None:
     if backend not in ("auto", *TIERS):
         raise ValueError(f"backend must be one of {['auto', *TIERS]}, got {backend!r}")
-
-
-def _refusal(reason: str) -> ValueError:
-    return ValueError(f"backend 'hopper' {reason}; backend='torch' does")
 
 
 def _not_on(device: torch.device) -> str | None:

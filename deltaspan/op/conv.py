@@ -42,8 +42,8 @@ def causal_conv1d(
         y[t] = act(sum_k weight[:, k] x[t - W + 1 + k] + bias), with zeros before a document
 
     Summed in fp32 (fp64 beside such operands) in the order of the taps: on one tier, the same bits for every layout.
-    With `backend="hopper"` the forward of bf16, fp16 and fp32 rows with up to 8 taps is one kernel on devices of
-    compute capability 9.0; all else is plain torch, and so is every backward, which forms the sums again. With a
+    The forward of bf16, fp16 and fp32 rows with up to 8 taps is one kernel on devices of compute capability 9.0 with
+    Triton; all else is plain torch, and so is every backward, which forms the sums again. With a
     process group a collective in both directions. With a SimulatedGroup operands and results are lists, one entry a
     rank; weight and bias may also be given once for all.
 
@@ -54,7 +54,7 @@ def causal_conv1d(
             is this rank's share of a sum over the group.
         bias: [D] or None; a tuple beside a tuple.
         activation: "silu" or None.
-        backend: a tier's name: "hopper" is the kernel, "torch" does without, and "auto" is "torch" for now.
+        backend: a tier's name: "hopper" is the kernel, "torch" does without, and "auto" is the kernel where it serves.
         recompute_handle: a `RecomputeHandle`, so that a checkpoint's recompute asks for no collective.
 
     Returns:

@@ -1,5 +1,7 @@
 """Which tier serves a call, and in what words one that cannot be served is refused; no tier is run."""
 
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,3 +52,44 @@ def test_a_gpu_that_is_not_there(built: bool, why: str, monkeypatch: pytest.Monk
     ):
         with pytest.raises(ValueError, match=rf"device must be cpu where torch {why}, got 'cuda"):
             call()
+
+
+@pytest.fixture
+def a_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a device that has the Hopper tier."""
+    caches = select._chosen, select._chosen_for_convolution, select.has_hopper
+    monkeypatch.setattr(select, "_not_on", lambda device: None)
+    monkeypatch.setattr(select, "_without_triton", lambda: None)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("a_hopper")
+def test_auto_is_the_hopper_tier_where_it_serves() -> None:
+    assert ds.chosen_backend() == ds.chosen_backend(dtype=torch.bfloat16, K=128, V=128, group=3) == "hopper"
+    assert select.chosen_for_convolution("auto", device="cpu", dtype=torch.float32, taps=4) == "hopper"
+    assert ds.chosen_backend("torch", dtype=torch.float32) == "torch"
+
+
+@pytest.mark.usefixtures("a_hopper")
+def test_auto_says_once_why_it_is_not() -> None:
+    for call, reason in (
+        (lambda: ds.chosen_backend(dtype=torch.float32), "'hopper' serves bf16 operands"),
+        (lambda: ds.chosen_backend(unit_keys=False), "'hopper' serves unit_keys=True alone"),
+        (
+            lambda: select.chosen_for_convolution("auto", device="cpu", dtype=torch.float64, taps=4),
+            "'hopper' serves bf16, fp16 and fp32 rows",
+        ),
+    ):
+        with pytest.warns(UserWarning, match=f"'auto' takes the slow torch tier: {reason}"):
+            assert call() == "torch"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert call() == "torch"
+
+
+def test_auto_is_silent_where_there_is_no_hopper_tier() -> None:
+    assert ds.chosen_backend(device="cpu", dtype=torch.float32) == "torch"
