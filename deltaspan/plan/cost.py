@@ -19,9 +19,9 @@ from deltaspan.plan.tables import CHUNK
 
 # A chunk's step of a walk on all channels of V, and on half of them, which repeats what is prepared for both: 156k and
 # 98k FLOP a token of a value head by count, and the chain between them as long. Measured on an H200, all
-# multiprocessors busy, a half step takes 0.79 of a whole one with 48 heads (1.85 of 2.33 us; 0.73 in runs of 23
-# chunks), 0.77 with 12 and 0.75 with 6.
-WHOLE_STEP, HALF_STEP = 5, 4
+# multiprocessors busy, a half step takes 0.72 of a whole one with 48 heads, 0.67 in runs of 23 chunks; of the walk back
+# 0.77 and 0.68.
+WHOLE_STEP, HALF_STEP = 4, 3
 
 
 class StepCosts(NamedTuple):

@@ -121,19 +121,19 @@ def test_the_record_covers_every_pack_group_and_layout():
 def test_one_long_document_is_cut_and_four_short_ones_are_not():
     whole = rank_of([(249, False)])
     # 48 walks leave 84 multiprocessors idle, 96 on halves of V 36
-    assert forward_time(whole, 1, 48, 132, H200_TIMES) == (249 * 168, 249 * 168)
+    assert forward_time(whole, 1, 48, 132, H200_TIMES) == (249 * 141, 249 * 141)
     # in five: 240 walks of 50 chunks, 192 exit states and 144 maps, all in two rounds
-    alike = 2 * 50 * 210 + 240 * 50 * 26 // 132 + 192 * 30 + 4 * 470
+    alike = 2 * 50 * 194 + 240 * 50 * 24 // 132 + 192 * 30 + 4 * 470
     slow = 2 * 50 * 82 + 192 * 50 * 48 // 132 + 2 * 50 * 128 + 144 * 50 * 74 // 132
     assert forward_time(whole, 5, 48, 132, H200_TIMES) == (alike + 2 * 2270 + 2 * 430, alike + slow)
     # in two nothing enters what is left
-    alike = 125 * 210 + 96 * 125 * 26 // 132 + 48 * 30 + 470
+    alike = 125 * 194 + 96 * 125 * 24 // 132 + 48 * 30 + 470
     assert forward_time(whole, 2, 48, 132, H200_TIMES) == (alike + 2270, alike + 125 * 82 + 48 * 125 * 48 // 132)
     # in ten what is summarised is short: 480 walks of 25 chunks and 432 exit states in four rounds, 384 maps in three
-    alike = 4 * 25 * 210 + 480 * 25 * 26 // 132 + 432 * 30 + 9 * 470
+    alike = 4 * 25 * 194 + 480 * 25 * 24 // 132 + 432 * 30 + 9 * 470
     assert forward_time(whole, 10, 48, 132, H200_TIMES).moderate == alike + 4 * 25 * 97 + 3 * 25 * 63
     # with another fragment behind it one exit state and one map more; with one before it a map, and all are composed
-    alike = 2 * 50 * 210 + 240 * 50 * 26 // 132 + 4 * 470
+    alike = 2 * 50 * 194 + 240 * 50 * 24 // 132 + 4 * 470
     head, middle = (rank_of([(249, True, entered)]) for entered in (False, True))
     assert forward_time(head, 5, 48, 132, H200_TIMES).moderate == alike + 240 * 30 + 2 * 2270 + 2 * 430
     assert forward_time(middle, 5, 48, 132, H200_TIMES).moderate == alike + 240 * 70 + 2 * 2270 + 2 * 430
@@ -172,7 +172,7 @@ def test_what_no_cut_can_fall_below_may_lie_a_little_above_the_least(monkeypatch
 
 @pytest.mark.parametrize(("steps", "summary"), [(26, 26 * 97), (27, 2270)])
 def test_a_summary_of_a_short_segment_walks_all_of_it(steps, summary):
-    alike = steps * 168 + 30 + 470  # two walks, on halves of V
+    alike = steps * 141 + 30 + 470  # two walks, on halves of V
     assert forward_time(rank_of([(2 * steps, False)]), 2, 1, 132, H200_TIMES).moderate == alike + summary
 
 

@@ -128,12 +128,12 @@ def test_no_machines_are_refused(machines):
     [
         ([2048], 6, True),  # one document of 131,072 tokens and few heads leave most of a device idle
         ([40] * 11, 6, True),  # 66 items, twice as many fit side by side
-        ([40] * 12, 6, False),  # 72 do not: two rounds of half, at four fifths of a step each
+        ([40] * 12, 6, False),  # 72 do not: two rounds of half, at three quarters of a step each
         ([40] * 11, 48, False),
         ([900, 3, 3, 1], 12, True),  # the longest decides
         ([900, 3, 3, 1] * 16, 12, False),
-        ([40] * 11 + [9], 6, True),  # 9 half steps come on top of 40: 49 at four fifths of a step are fewer than 40
-        ([40] * 11 + [10], 6, False),
+        ([40] * 11 + [13], 6, True),  # 13 half steps come on top of 40: 53 at three quarters are fewer than 40
+        ([40] * 11 + [14], 6, False),
         ([], 48, False),
     ],
 )
