@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import deltaspan as ds
 from deltaspan.bench.operands import Operands, Results
 from deltaspan.bench.timing import Phases, Stopwatch
-from deltaspan.exchange import Program, SimulatedGroup
+from deltaspan.exchange import Program, SimulatedGroup, one_by_one
 
 
 class Side(Protocol):
@@ -31,6 +31,8 @@ class Side(Protocol):
 class TimedGroup(SimulatedGroup):
     """A simulated group that marks when each rank computes. What moves between ranks falls between the marks."""
 
+    beside = False  # ranks run one after another, so that nothing does anything meanwhile
+
     def __init__(self, world_size: int, stopwatch: Stopwatch) -> None:
         super().__init__(world_size)
         self._stopwatch = stopwatch
@@ -38,7 +40,7 @@ class TimedGroup(SimulatedGroup):
 
     def run(self, programs: Sequence[Program]) -> list[Any]:
         first = len(self._phases)
-        return super().run([self._timed(program, first) for program in programs])
+        return super().run([self._timed(one_by_one(program), first) for program in programs])
 
     def _timed(self, program: Program, phase: int) -> Generator:
         """The same program; ranks run one after another, so that each phase's marks are in the order of ranks."""

@@ -9,12 +9,14 @@ them in question. State S and its adjoint D are [K, V]; states are FP32, or FP64
         entry [S, HV, K, V] -> b [n, HV, K, V]
     M = transfer(tape, runs)
         M [n, HV, K, K]: of entry + X the exit state is M X + b
-    o, exit, states = walk(tape, runs, entry, output=, exits=)
-        entry [S, HV, K, V] -> o [T, HV, V] or None, exit like entry (if anybody reads them); states: for pull_back()
+    o, exit, states = walk(tape, runs, entry, output=, exits=, begun=)
+        entry [S, HV, K, V] -> o [T, HV, V] or None, exit like entry (if anybody reads them); states: for pull_back();
+        begun: the three as a walk of other runs gave them, which this one adds to
     adjoint = adjoint_prep(tape, do)
         do [T, HV, V]
     d = adjoint_summary(adjoint, runs, leaving)
         leaving [S, HV, K, V], the adjoint of the exit state -> d [n, HV, K, V], the adjoint of the entry state
+    states = walk_ahead(adjoint, runs, states)      with such work of pull_back() as needs no adjoint, for who waits
     entering, dq, dk, dv, dg, dbeta, dA_log, ddt_bias = pull_back(adjoint, runs, states, leaving)
         leaving [S, HV, K, V] -> entering like it; gradients like the operands, the last two [HV], None for no such
 
