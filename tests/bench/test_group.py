@@ -1,6 +1,7 @@
 """The command for a real group: on gloo ranks from end to end, what it reads of its surroundings, and its refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,8 @@ from deltaspan.bench.group import graphs, launch, steps
 from deltaspan.bench.group.checks import WAYS, cases
 from deltaspan.bench.group.launch import SLURM, Member
 from deltaspan.bench.group.report import document
-from deltaspan.exchange import EXCHANGES
+from deltaspan.bench.operands import Results
+from deltaspan.exchange import EXCHANGES, ProcessGroup
 from deltaspan.layout import LAYOUTS
 from tests.helpers import gloo
 
@@ -81,6 +83,59 @@ def test_a_wrong_rank_is_named_on_all(tmp_path: Path) -> None:
     assert row["bits"].keys() == {"1"} and row["off"] is None
     assert row["bits"]["1"]["checkpoint"] == row["bits"]["1"]["recompute handle"] == ["dv"]
     assert "NOT ALL HOLDS" in document(record) and "rank 1, checkpoint: other bits in dv" in steps.line(row)
+
+
+class Replayed:
+    """In the place of a CUDA graph: it calls again what it was made of. `stale`: and leaves results as they are."""
+
+    def __init__(self, call: Any, stale: bool) -> None:
+        self.call, self.found, self.stale = call, call(), stale
+
+    def replay(self) -> None:
+        found = self.call()
+        if isinstance(found, Results) and not self.stale:
+            for place, t in zip(self.found, found, strict=True):
+                place.copy_(t)
+
+
+def run_as_over_nccl(to: Path, stale: bool) -> bool:
+    """What NCCL alone has, with what stands in for it here: work beside an exchange, and graphs."""
+    of_nccl = replace(member(), backend="nccl")
+    start = ProcessGroup.__init__
+
+    def started(group: ProcessGroup, *given: Any) -> None:
+        start(group, *given)
+        group.beside = True
+
+    def captured(of: Member, call: Any) -> tuple[Replayed, Any]:
+        made = Replayed(call, stale and of.rank == 1)
+        return made, made.found
+
+    with (
+        mock.patch.object(ProcessGroup, "__init__", started),
+        mock.patch.object(graphs, "capture", captured),
+        mock.patch.object(graphs, "SIZES", (1 << 10, 1 << 12)),
+        mock.patch.object(group, "_nccl", lambda member: "2.0"),
+        mock.patch.object(steps, "LAYOUTS", ("contiguous",)),
+        mock.patch.object(graphs, "LAYOUTS", ("contiguous",)),
+        mock.patch.object(steps, "EXCHANGES", ("ring",)),
+        mock.patch.object(graphs, "EXCHANGES", ("ring",)),
+    ):
+        return group.run(of_nccl, {"small": [70, 1, 0, 30]}, ["steps", "graphs", "wire"], ASKED, to)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_what_nccl_alone_has(tmp_path: Path, stale: bool) -> None:
+    to = tmp_path / "group.json"
+    assert gloo(2).run(run_as_over_nccl, to, stale) == [not stale] * 2
+    record = json.loads(to.read_text())
+    (row,), (graph,) = record["rows"], record["graphs"]["rows"]
+    assert row["ok"] and row["early"] == [[1, 1], [0, 3]]  # all of rank 0 begins there
+    assert all(row[what][name] > 0 for what in steps.PHASES for name in ("ms", "after_ms"))
+    assert graph["graph_ms"] > 0 and graph["eager_ms"] > 0
+    differs = {"1": ["o, replay 2", "dq, replay 2"]} if stale else {}
+    assert {rank: names[:2] for rank, names in graph["bits"].items()} == differs
+    assert ("NOT ALL HOLDS" in to.with_suffix(".md").read_text()) == stale
 
 
 def test_every_layout_exchange_and_checkpoint_has_a_case() -> None:
