@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deltaspan.exchange.collectives import AllGather, Beside, Collective, Ongoing, PeerToPeer, Program, one_by_one
-from deltaspan.exchange.mail import Mail, PeerFailed
+from deltaspan.exchange.mail import Mail, PeerFailed, held_loosely
 
 
 class ProcessGroup:
@@ -21,7 +21,7 @@ class ProcessGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group = held_loosely(group)
         self.world_size = dist.get_world_size(group)
         self.ranks = (dist.get_rank(group),)
         self._backends = dist.get_backend_config(group)
@@ -111,7 +111,7 @@ class ProcessGroup:
             if isinstance(asked, PeerToPeer):
                 self._peer_to_peer(received, send, *splits)
             else:
-                dist.all_to_all_single(received, send, *splits, group=self.group)
+                dist.all_to_all_single(received, send, *splits, group=self.group())
         return received.view(asked.send.dtype).view(asked.arriving, *row)
 
     def _peer_to_peer(self, received: Tensor, send: Tensor, recv_bytes: list[int], send_bytes: list[int]) -> None:
@@ -119,7 +119,7 @@ class ProcessGroup:
         here = self.ranks[0]
         incoming[here].copy_(outgoing[here])
         operations = [
-            dist.P2POp(operation, block, group=self.group, group_peer=peer)
+            dist.P2POp(operation, block, group=self.group(), group_peer=peer)
             for operation, blocks in ((dist.isend, outgoing), (dist.irecv, incoming))
             for peer, block in enumerate(blocks)
             if peer != here and block.numel()
@@ -131,7 +131,7 @@ class ProcessGroup:
         padded = send.new_zeros(max(asked.counts) * size)
         padded[: len(send)] = send
         rows = [torch.empty_like(padded) for _ in asked.counts]
-        dist.all_gather(rows, padded, group=self.group)
+        dist.all_gather(rows, padded, group=self.group())
         return torch.cat([row[: count * size] for row, count in zip(rows, asked.counts, strict=True)])
 
 

@@ -9,8 +9,10 @@ Exit 0 if every check holds, on all ranks alike. docs/cluster.md says what the p
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -92,6 +94,14 @@ def run(member: Member, packs: dict[str, list[int]], parts: Sequence[str], asked
     return all(member.gather(record["ok"]))
 
 
+def _run_or_end(*given: Any) -> bool:
+    try:
+        return run(*given)
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)  # at once: the others are out of step, and to leave the group properly may hang
+
+
 def _gpu(member: Member) -> str | None:
     return torch.cuda.get_device_name(member.device) if member.device.type == "cuda" else None
 
@@ -144,7 +154,7 @@ def main(
             asked = _asked(member, heads or usual[1], decay, backend, samples, seed)
             if member.rank == 0 and json_to is not None:
                 claim({"--json": json_to, "the page beside it": json_to.with_suffix(".md")})
-            ok = run(member, packs, wished, asked, json_to)
+            ok = _run_or_end(member, packs, wished, asked, json_to)
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
