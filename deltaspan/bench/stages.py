@@ -133,7 +133,7 @@ class Problem:
             "adjoint walk on halves": partial(self.walk_back, True), "entry adjoints": self.entry_adjoints,
             "states of chunks": self.chunk_states, "gradients": self.gradients,
         }  # fmt: skip
-        if len(self.cut.left_slots):
+        if self.cut.forward.composes and len(self.cut.left.order):
             M = self.tier.transfer(self.tape, self.cut.through)
             b = self.tier.exit_states(self.tape, self.cut.left, self.states)
             stages["chain"] = partial(self.tier.chain, M, b, self.cut.forward.chains, maps=False)
@@ -141,12 +141,13 @@ class Problem:
 
     def errors(self) -> dict[str, float]:
         """Relative RMS against FP64 of the first key head's value heads in the longest segment."""
-        begin, end, _, place, _ = self.cut.every.table[0].tolist()
+        begin, end, _, entry, place = self.cut.every.table[0].tolist()
+        left = self.cut.every.back[0, 3].item()
         group = self.heads[1] // self.heads[0]
         q, k = (t[:, begin:end, :1].double() for t in self.x[:2])
         v, g, beta = (t[:, begin:end, :group].double() for t in self.x[2:5])
         truth = partial(chunked_gated_delta_rule, cu_seqlens=[0, end - begin])
-        state, leaving = (t[place, None, :group].double() for t in (self.states, self.leaving))
+        state, leaving = (t[None, :group].double() for t in (self.states[entry], self.leaving[left]))
         o, exit = truth(q, k, v.requires_grad_(), g.requires_grad_(), beta, initial_state=state.requires_grad_())
         loss = (o * self.x.do[:, begin:end, :group]).sum() + (exit * leaving).sum()
         entering, dv, dg = torch.autograd.grad(loss, (state, v, g))

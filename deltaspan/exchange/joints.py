@@ -26,7 +26,9 @@ def fold(affine: Affine, way: Passage[Tensor], maps: Tensor, offsets: Tensor | N
     """Composes the segments' maps [rows, HV, K, K], and offsets [rows, HV, K, V] if given, along every fragment."""
     if not way.chains.steps:  # nothing is cut, a fragment is its segment
         return Folded(None, None, maps, offsets)
-    passed, states = affine.chain(maps, offsets, way.chains, maps=way.chains.maps)
+    passed, states = None, offsets
+    if way.composes:
+        passed, states = affine.chain(maps, offsets, way.chains, maps=way.chains.maps)
     nothing = maps.new_empty(0, *maps.shape[1:])
     at_joints, whole = (nothing, nothing) if passed is None else (passed[way.through], passed[way.handed])
     behind, last = (None, None) if states is None else _apart(states, way.reached)
@@ -35,7 +37,7 @@ def fold(affine: Affine, way: Passage[Tensor], maps: Tensor, offsets: Tensor | N
 
 def _apart(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The first n rows and the others, each in memory of its own: either may be kept longer than the other."""
-    return (x, x.new_empty(0, *x.shape[1:])) if n == len(x) else (x[:n].clone(), x[n:].clone())
+    return (x, x.new_empty(0, *x.shape[1:])) if n == x.shape[0] else (x[:n].clone(), x[n:].clone())
 
 
 def spread(affine: Affine, way: Passage[Tensor], folded: Folded, arrived: Tensor) -> Tensor:
@@ -43,9 +45,9 @@ def spread(affine: Affine, way: Passage[Tensor], folded: Folded, arrived: Tensor
     if not way.chains.steps:
         return arrived
     reached = folded.offsets
-    if len(way.arriving):
+    if way.arriving.shape[0]:
         reached[way.arriving] = arrived
-    if len(way.through):
+    if way.through.shape[0]:
         there = way.through
         reached[there] = affine.merge(folded.maps, arrived[way.source], reached[there])
     return reached

@@ -38,6 +38,13 @@ def chosen_backend(backend: str = "auto", *, device: torch.device | str = "cpu",
     return _chosen(backend, _as_device(device), **call)
 
 
+def stages(backend: str, device: torch.device, **call: Any) -> ModuleType:
+    """Those of the tier that serves a call, each of whose keywords is one of `chosen_backend`. Raises ValueError as it
+    does."""
+    _check_name(backend)
+    return tier(_chosen(backend, device, **call))
+
+
 @lru_cache
 def _chosen(backend: str, device: torch.device, **call: Any) -> str:
     check_device(device)

@@ -3,22 +3,25 @@
 A tier is a module with these names. T: a rank's tokens; NC: its chunks; S: its segments, in local order; n: those of
 them in question. State S and its adjoint D are [K, V]; states are FP32, or FP64 where the operands are.
 
+A walk takes states as they come, E rows of them, and a table tells a run its row: a run whose row is E or beyond starts
+from zero, so nobody has to make zeros, or one tensor of all runs' states.
+
     tape = prep(q, k, v, g, beta, grid, scale=, unit_keys=, raw=)
         q, k [T, H, K]   v [T, HV, V]   g, beta [T, HV]        what does not depend on the state, per chunk
     b = exit_states(tape, runs, entry)
-        entry [S, HV, K, V] -> b [n, HV, K, V]
+        entry [E, HV, K, V] -> b [n, HV, K, V]
     M = transfer(tape, runs)
         M [n, HV, K, K]: of entry + X the exit state is M X + b
     o, exit, states = walk(tape, runs, entry, output=, exits=, begun=)
-        entry [S, HV, K, V] -> o [T, HV, V] or None, exit like entry (if anybody reads them); states: for pull_back();
-        begun: the three as a walk of other runs gave them, which this one adds to
+        entry [E, HV, K, V] -> o [T, HV, V] or None, exit [count, HV, K, V] (if anybody reads them); states: for
+        pull_back(); begun: the three as a walk of other runs gave them, which this one adds to
     adjoint = adjoint_prep(tape, do)
         do [T, HV, V]
     d = adjoint_summary(adjoint, runs, leaving)
-        leaving [S, HV, K, V], the adjoint of the exit state -> d [n, HV, K, V], the adjoint of the entry state
+        leaving [E, HV, K, V], the adjoint of the exit state -> d [n, HV, K, V], the adjoint of the entry state
     states = walk_ahead(adjoint, runs, states)      with such work of pull_back() as needs no adjoint, for who waits
     entering, dq, dk, dv, dg, dbeta, dA_log, ddt_bias = pull_back(adjoint, runs, states, leaving)
-        leaving [S, HV, K, V] -> entering like it; gradients like the operands, the last two [HV], None for no such
+        leaving [E, HV, K, V] -> entering [n, HV, K, V]; gradients like the operands, the last two [HV] or None
 
     n = kept_tensors(l2norm)                        how many keep() returns
     tensors = keep(tape, states)                    what the adjoint stages read of both, beside operands and tables
@@ -63,14 +66,15 @@ class Runs(NamedTuple):
     """Segments that are walked side by side, longest first."""
 
     order: Tensor  # [n] int64, segments as the caller counts them, in walking order
-    slots: Tensor  # [n] int64, their places among all segments, in walking order
     inverse: Tensor  # [n] int64, the walking order's inverse
+    entries: Tensor  # [n] int64, rows of their entry states, in walking order
+    leavings: Tensor  # [n] int64, rows of the adjoints of their exit states, in walking order
     first: Tensor  # [n] int64, first chunk, in walking order
     last: Tensor  # [n] int64, last chunk, in walking order
-    table: (
-        Tensor  # [n, 5] int32: first token, end, first chunk, slot, place as the caller counts them; in walking order
-    )
+    table: Tensor  # [n, 5] int32: first token, end, first chunk, entry's row, number as in `order`; in walking order
+    back: Tensor  # [n, 5] int32, the same for the way back: with the row of leaving
     active: tuple[int, ...]  # by step, how many still have a chunk
+    count: int  # how many segments the caller counts: n, or more where others are walked apart
     halves: bool  # whether they end sooner on each half of V's channels side by side, with the same bits
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltaspan.op.context import Context
-from deltaspan.op.operands import NAMES, REQUIRED, Operands, check_operands
+from deltaspan.op.operands import AXES, NAMES, Operands, check_operands
 from deltaspan.op.options import Options, check_gate, check_segments
 
 Shards = Tensor | list[Tensor]
@@ -38,16 +38,18 @@ def given_to(
     dt_bias: Shards | None,
 ) -> list[Operands]:
     """What users give, rank by rank, unchecked and with its batch axis."""
-    columns = [*map(ctx._listed, REQUIRED, (q, k, v, g, beta))]
-    columns += map(ctx._replicated, NAMES[len(REQUIRED) :], (initial_state, A_log, dt_bias))
+    if not ctx._simulated:
+        return [Operands(q, k, v, g, beta, initial_state, A_log, dt_bias)]
+    columns = [*map(ctx._listed, AXES, (q, k, v, g, beta))]
+    columns += map(ctx._replicated, NAMES[len(AXES) :], (initial_state, A_log, dt_bias))
     return list(map(Operands, *columns))
 
 
-def operands_of(ctx: Context, options: Options, given: list[Operands]) -> list[Operands]:
-    """Checked, and without the batch axis."""
+def check_given(ctx: Context, options: Options, given: list[Operands]) -> None:
+    """Raises TypeError or ValueError for operands that do not fit the call, each other or the context."""
     for x in given:
         check_gate(options, x.A_log, x.dt_bias)
-    return [
+    for view, x in zip(ctx._views, given, strict=True):
         check_operands(
             x,
             raw_g=options.use_gate_in_kernel,
@@ -57,20 +59,16 @@ def operands_of(ctx: Context, options: Options, given: list[Operands]) -> list[O
             documents=ctx.part.num_documents,
             device=ctx.device,
         )
-        for view, x in zip(ctx._views, given, strict=True)
-    ]
 
 
 def as_autocast(x: Any, device: torch.device) -> Any:
     """Under autocast an operand is cast as for a matrix product: all but FP64, to the type that it names."""
-    if not torch.is_autocast_enabled(device.type):
-        return x
     if isinstance(x, list):
         return [as_autocast(shard, device) for shard in x]
     cast = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(device.type)) if cast else x
 
 
-def batched(outputs: Iterable[Tensor], given: list[Operands]) -> list[Tensor]:
+def batched(outputs: Iterable[Tensor], qs: Iterable[Tensor]) -> list[Tensor]:
     """Outputs [T, HV, V] with a batch axis where q has one: in place, since they are new, and the same from a node."""
-    return [o.unsqueeze_(0) if x.q.dim() == 4 else o for o, x in zip(outputs, given, strict=True)]
+    return [o.unsqueeze_(0) if q.dim() == 4 else o for o, q in zip(outputs, qs, strict=True)]

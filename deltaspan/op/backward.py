@@ -6,11 +6,11 @@ from torch import Tensor
 
 from deltaspan.exchange import Beside, Program, carry_adjoints, fold, spread
 from deltaspan.op.context import Context
-from deltaspan.op.forward import arrive, common, entry_states, prepare, raw, scale, set_out, stages
+from deltaspan.op.forward import arrive, common, prepare, raw, scale, set_out, stages
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
 from deltaspan.op.packed import into_one_row
-from deltaspan.op.saved import Saved, end_adjoints, initial_gradient
+from deltaspan.op.saved import Saved, end_adjoints, initial_gradient, joined, start_states
 from deltaspan.op.segments import Segments
 from deltaspan.op.view import RankView
 
@@ -59,7 +59,7 @@ def backward_program(
             entry, saved = yield from arrive(tier, ctx, view, cut, x, options, underway)
             del underway
         else:
-            entry = entry_states(cut, x, saved)
+            entry = joined(saved.entry, start_states(cut, x))
         _, _, states = tier.walk(tape, cut.every, entry, output=False, exits=False)
         del entry
 
@@ -67,9 +67,9 @@ def backward_program(
     del saved
     adjoint = tier.adjoint_prep(tape, do)
     del tape
-    leaving = end_adjoints(cut, x, dfinal_state)
+    leaving = final = end_adjoints(cut, x, dfinal_state)
     if cut.linked:
-        d = tier.adjoint_summary(adjoint, cut.entered, leaving)
+        d = tier.adjoint_summary(adjoint, cut.entered, final)
         folded = fold(tier, cut.backward, maps.mT, d)
         sent = options.exchange, view.seams, tier, kept, whole, folded.last_offsets, common(view, x, options)
         crosses = not view.seams.none
@@ -79,7 +79,7 @@ def backward_program(
             states = tier.walk_ahead(adjoint, cut.every, states)
         arrived = yield crossing
         del crossing
-        leaving.index_copy_(0, cut.left_slots, spread(tier, cut.backward, folded, arrived))
+        leaving = joined(spread(tier, cut.backward, folded, arrived), final)
         del folded, arrived
     entering, dq, dk, dv, dg, dbeta, *dgate = tier.pull_back(adjoint, cut.every, states, leaving)
     dinitial = initial_gradient(view, cut, x, entering, dfinal_state)

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from deltaspan.op.arguments import Shards, batched, given_to, operands_of, options_of
+from deltaspan.op.arguments import Shards, batched, check_given, given_to, options_of
 from deltaspan.op.backward import Gradients, backward_program
 from deltaspan.op.context import Context
 from deltaspan.op.forward import forward_program, stages
-from deltaspan.op.operands import check_like
+from deltaspan.op.operands import check_like, without_batch
 from deltaspan.op.options import Options
 from deltaspan.op.saved import Saved, check_saved
 from deltaspan.op.together import any_state_crosses
@@ -36,7 +36,8 @@ def forward(
     """
     options = _options(ctx, **options)
     given = given_to(ctx, q, k, v, g, beta, initial_state, A_log, dt_bias)
-    ranks = operands_of(ctx, options, given)
+    check_given(ctx, options, given)
+    ranks = [*map(without_batch, given)]
     tier = stages(ctx, ranks[0], options)
     done = ctx._transport.run(
         [
@@ -46,7 +47,7 @@ def forward(
     )
     final = ctx._unlisted([f.final_state for f in done]) if options.output_final_state else None
     saved = ctx._unlisted([f.saved.of_mode(options, f.tape).sealed() for f in done]) if options.keeps else None
-    return ctx._unlisted(batched((f.o for f in done), given)), final, saved
+    return ctx._unlisted(batched((f.o for f in done), [x.q for x in given])), final, saved
 
 
 @any_state_crosses
@@ -81,7 +82,8 @@ def backward(
     """
     options = _options(ctx, **options)
     given = given_to(ctx, q, k, v, g, beta, initial_state, A_log, dt_bias)
-    ranks = operands_of(ctx, options, given)
+    check_given(ctx, options, given)
+    ranks = [*map(without_batch, given)]
     kept = ctx._listed("saved", saved) if saved is not None else [None] * len(ranks)
     dos = [check_like("do", t, x.v.shape, ctx.device) for t, x in zip(ctx._listed("do", do), ranks, strict=True)]
     dfinals = [

@@ -10,7 +10,7 @@ from deltaspan.kernels.stages import Raw
 from deltaspan.op.context import Context
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import RAW, Options
-from deltaspan.op.saved import Saved, final_states, shapes, start_states
+from deltaspan.op.saved import Saved, final_states, joined, shapes, start_states
 from deltaspan.op.segments import Segments
 from deltaspan.op.view import RankView
 
@@ -47,7 +47,7 @@ def forward_program(
         entry, saved = yield from arrive(tier, ctx, view, cut, x, options, underway, keeps=keeps)
         o, exit, states = begun if cut.late is None else tier.walk(tape, cut.late, entry, begun=begun, **walked)
     else:
-        entry, saved = entry_states(cut, x, entered), entered
+        entry, saved = joined(entered.entry, start_states(cut, x)), entered
         o, exit, states = tier.walk(tape, cut.every, entry, **walked)
     final = final_states(view, cut, x, exit, ctx.part.num_documents) if options.output_final_state else None
     return Forward(o, final, saved, tier.keep(tape, states) if keeps else ())
@@ -56,50 +56,46 @@ def forward_program(
 class Underway(NamedTuple):
     """States that come to a rank."""
 
-    entry: Tensor  # [S, HV, K, V], true for segments that wait for none
+    initial: Tensor  # [first, HV, K, V], of documents that begin here, or of none
     maps: Tensor | None = None  # [n_through, HV, K, K]
     folded: Folded | None = None
     crossing: Any = None
+
+    @property
+    def entry(self) -> Tensor:
+        """As a walk of `early` segments takes states: nothing has arrived, and nothing is to arrive at those."""
+        reached = None if self.folded is None else self.folded.offsets
+        return self.initial if reached is None else joined(reached, self.initial)
 
 
 def set_out(
     tier: Any, view: RankView, cut: Segments, x: Operands, options: Options, tape: Any, *, beside: bool
 ) -> Program[Underway]:
     """Sends what this rank's segments make of states; beside: with something to do until `arrive`."""
-    entry = start_states(cut, x)
+    initial = start_states(cut, x)
     if not cut.linked:
-        return Underway(entry)
-    M, b = tier.transfer(tape, cut.through), tier.exit_states(tape, cut.left, entry)
+        return Underway(initial)
+    M, b = tier.transfer(tape, cut.through), tier.exit_states(tape, cut.left, initial)
     folded = fold(tier, cut.forward, M, b)
     sent = options.exchange, view.seams, tier, folded.last_maps, folded.last_offsets, common(view, x, options)
     crossing = yield Beside(carry_states, sent, beside and not view.seams.none)
-    if beside and folded.offsets is not None:
-        entry.index_copy_(0, cut.entered_slots, folded.offsets)
-    return Underway(entry, M, folded, crossing)
+    return Underway(initial, M, folded, crossing)
 
 
 def arrive(
     tier: Any, ctx: Context, view: RankView, cut: Segments, x: Operands, options: Options, underway: Underway,
     *, keeps: bool = True,
 ) -> Program[tuple[Tensor, Saved | None]]:  # fmt: skip
-    """The true entry state of every segment, [S, HV, K, V], and what the exchange's way back needs, if anybody does."""
-    entry, M, folded, crossing = underway
+    """The true entry states as walks take them, and what the exchange's way back needs, if anybody does."""
+    initial, M, folded, crossing = underway
     if not cut.linked:
-        nothing = entry.new_empty(0, *entry.shape[1:])
+        nothing = initial.new_empty(0, *initial.shape[1:])
         maps = nothing.new_empty(0, x.v.shape[1], x.k.shape[2], x.k.shape[2])
-        return entry, Saved(ctx, view.rank, options, shapes(x), nothing, maps, nothing) if keeps else None
+        return initial, Saved(ctx, view.rank, options, shapes(x), nothing, maps, nothing) if keeps else None
     arrived, kept = yield crossing
     entered = spread(tier, cut.forward, folded, arrived)
-    entry.index_copy_(0, cut.entered_slots, entered)
+    entry = joined(entered, initial)
     return entry, Saved(ctx, view.rank, options, shapes(x), entered, cut.bridging(M), kept) if keeps else None
-
-
-def entry_states(cut: Segments, x: Operands, saved: Saved) -> Tensor:
-    """The same states from those that were kept."""
-    entry = start_states(cut, x)
-    if cut.linked:
-        entry.index_copy_(0, cut.entered_slots, saved.entry)
-    return entry
 
 
 def prepare(tier: Any, view: RankView, x: Operands, options: Options) -> Any:
@@ -130,7 +126,8 @@ def common(view: RankView, x: Operands, options: Options) -> str:
 
 
 def stages(ctx: Context, x: Operands, options: Options) -> Any:
-    """The tier that serves the call. Raises ValueError if the one that is asked for does not."""
-    call = {"dtype": x.q.dtype, "K": x.k.shape[2], "V": x.v.shape[2], "unit_keys": options.unit_keys}
-    call |= {"group": x.v.shape[1] // x.k.shape[1], "scale": options.scale}
-    return select.tier(select.chosen_backend(options.backend, device=ctx.device, **call))
+    """The tier that serves a call, whose operands may have batch axes. Raises ValueError if the one that is asked for
+    does not."""
+    (H, K), (HV, V) = x.k.shape[-2:], x.v.shape[-2:]
+    shaping = {"scale": options.scale, "unit_keys": options.unit_keys}
+    return select.stages(options.backend, ctx.device, dtype=x.q.dtype, K=K, V=V, group=HV // H, **shaping)

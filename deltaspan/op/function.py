@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltaspan.op.arguments import Shards, as_autocast, batched, given_to, operands_of, options_of
+from deltaspan.op.arguments import Shards, as_autocast, batched, check_given, given_to, options_of
 from deltaspan.op.backward import backward_program
 from deltaspan.op.context import Context
 from deltaspan.op.forward import Forward, forward_program, stages
@@ -107,21 +107,21 @@ def chunk_gated_delta_rule(
         reuse_recompute_tapes=reuse_recompute_tapes, recompute_output=recompute_output, workspace=workspace,
     )  # fmt: skip
     check_handle(recompute_handle, options.keeps)
-    q, k, v = (as_autocast(x, ctx.device) for x in (q, k, v))
+    if torch.is_autocast_enabled(ctx.device.type):
+        q, k, v = (as_autocast(x, ctx.device) for x in (q, k, v))
     given = given_to(ctx, q, k, v, g, beta, initial_state, A_log, dt_bias)
-    with torch.no_grad():  # batch axes are taken off for the node, which leads back to what was given
-        ranks = operands_of(ctx, options, given)
-    tier = stages(ctx, ranks[0], options)
+    check_given(ctx, options, given)
+    tier = stages(ctx, given[0], options)
     recorded = torch.is_grad_enabled() and (ctx.part.world_size > 1 or any(_wants_gradient(x) for x in given))
     if recorded or _transformed():
         region = surrounding() if recorded else None
         flat = [anchor(ctx), *(t for x in given for t in x)]
-        results = _GatedDeltaRule.apply(ctx, tier, options, recompute_handle, region, ranks, *flat)
-        o, final = results[: len(ranks)], results[len(ranks) :]
+        results = _GatedDeltaRule.apply(ctx, tier, options, recompute_handle, region, *flat)
+        o, final = results[: len(given)], results[len(given) :]
     else:
-        done = _run(ctx, tier, options, recompute_handle, ranks, keeps=False)
+        done = _run(ctx, tier, options, recompute_handle, [*map(without_batch, given)], keeps=False)
         o, final = zip(*(f[:2] for f in done), strict=True)
-        o = batched(o, given)
+        o = batched(o, [x.q for x in given])
     return ctx._unlisted(o), (ctx._unlisted(final) if output_final_state else None)
 
 
@@ -171,11 +171,13 @@ class _GatedDeltaRule(torch.autograd.Function):
         options: Options,
         handle: RecomputeHandle | None,
         region: Region | None,
-        ranks: list[Operands],
         anchor: Tensor | None,
         *flat: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """ranks: the operands without their batch axes; flat: as they were given."""
+        """flat: the operands as they were given. Batch axes are taken off here and put on here, where that makes no
+        nodes."""
+        given = _by_rank(flat)
+        ranks = [*map(without_batch, given)]
         seams = [
             saved_at_seams(view, ctx._cut(view, x.v.shape[1], options.segments), options)
             for view, x in zip(ctx._views, ranks, strict=True)
@@ -188,7 +190,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         fn.save_for_backward(*flat, *keeping.tensors(done))
         fn.set_materialize_grads(False)
         outputs = [unread(x.v) if f.o is None else f.o for f, x in zip(done, ranks, strict=True)]
-        return *batched(outputs, _by_rank(flat)), *(f.final_state for f in done if f.final_state is not None)
+        return *batched(outputs, [x.q for x in given]), *(f.final_state for f in done if f.final_state is not None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -209,7 +211,7 @@ class _GatedDeltaRule(torch.autograd.Function):
                 for i, (view, x) in enumerate(zip(ctx._views, ranks, strict=True))
             ]
         )  # fmt: skip
-        return *[None] * 7, *(grad for g, x in zip(done, given, strict=True) for grad in g.like(x))
+        return *[None] * 6, *(grad for g, x in zip(done, given, strict=True) for grad in g.like(x))
 
 
 def _by_rank(flat: Sequence[Tensor | None]) -> list[Operands]:

@@ -56,34 +56,41 @@ class Operands(NamedTuple):
 
 
 NAMES = Operands._fields
-REQUIRED = NAMES[:5]
+AXES = dict(zip(NAMES[:5], (3, 3, 3, 2, 2), strict=True))  # of those that have to be given, without a batch axis
 
 
 def squeeze(x: Tensor, name: str, dims: int) -> Tensor:
-    """Takes off the leading batch axis of 1, which may be left out.
+    """Takes off the leading batch axis of 1, which may be left out. Raises ValueError as `without_one`."""
+    without_one(x.shape, name, dims)
+    return x.squeeze(0) if x.dim() > dims else x
+
+
+def without_one(shape: torch.Size, name: str, dims: int) -> tuple[int, ...]:
+    """A shape without the leading batch axis of 1 that it may have.
 
     Raises:
         ValueError: another number of axes, or a batch of more than one.
     """
-    more = x.dim() - dims
-    if more == 1 and x.shape[0] != 1:
-        raise ValueError(f"{name} must have a batch of 1, its documents packed end to end; got shape {tuple(x.shape)}")
+    more = len(shape) - dims
+    if more == 1 and shape[0] != 1:
+        raise ValueError(f"{name} must have a batch of 1, its documents packed end to end; got shape {tuple(shape)}")
     if more not in (0, 1):
         raise ValueError(
-            f"{name} must have {dims} axes and may have a batch axis of 1 before them; got shape {tuple(x.shape)}"
+            f"{name} must have {dims} axes and may have a batch axis of 1 before them; got shape {tuple(shape)}"
         )
-    return x.squeeze(0) if more else x
+    return tuple(shape[more:])
 
 
 def without_batch(given: Operands) -> Operands:
-    """The same, each of the first five without the batch axis that it may have. Raises as `squeeze`."""
-    return Operands(*map(squeeze, given, REQUIRED, (3, 3, 3, 2, 2)), *given[len(REQUIRED) :])
+    """The same, checked ones, each of the first five without the batch axis that it may have."""
+    first = [x.squeeze(0) if x.dim() > dims else x for x, dims in zip(given, AXES.values(), strict=False)]
+    return Operands(*first, *given[len(AXES) :])
 
 
 def check_operands(
-    given: Operands, *, raw_g: bool, raw_beta: bool, tokens: int, padded: bool, documents: int, device: torch.device
-) -> Operands:
-    """One rank's operands without batch axes.
+    x: Operands, *, raw_g: bool, raw_beta: bool, tokens: int, padded: bool, documents: int, device: torch.device
+) -> None:
+    """Of one rank's operands, as they are given.
 
     raw_g, raw_beta: they come from projections, and may have the operands' type.
     tokens: the rank's own; with `padded` the buffer may be longer.
@@ -92,13 +99,11 @@ def check_operands(
         TypeError: an operand that is no tensor.
         ValueError: shapes, types or devices that do not fit, naming the operand, what it is and what it must be.
     """
-    for name, x in zip(NAMES, given, strict=True):
-        if x is not None or name in REQUIRED:
-            check_tensor(name, x, device)
-    x = without_batch(given)
+    for name, t in zip(NAMES, x, strict=True):
+        if t is not None or name in AXES:
+            check_tensor(name, t, device)
     found = tuple([None if t is None else (t.shape, t.dtype) for t in x])
     _check_fit(found, raw_g, raw_beta, tokens, padded, documents)
-    return x
 
 
 @lru_cache(maxsize=1024)  # layers are called with the same shapes again and again
@@ -107,8 +112,9 @@ def _check_fit(
     documents: int,
 ) -> None:  # fmt: skip
     """Shapes and types of operands, in their order, beside each other."""
-    shapes = dict(zip(Operands._fields, (None if t is None else tuple(t[0]) for t in found), strict=True))
-    types = dict(zip(Operands._fields, (None if t is None else t[1] for t in found), strict=True))
+    shapes = dict(zip(NAMES, (None if t is None else tuple(t[0]) for t in found), strict=True))
+    types = dict(zip(NAMES, (None if t is None else t[1] for t in found), strict=True))
+    shapes |= {name: without_one(shapes[name], name, dims) for name, dims in AXES.items()}
     (T, H, K), (HV, V), dtype = shapes["q"], shapes["v"][1:], types["q"]
     if tokens > T or (tokens < T and not padded):
         raise ValueError(f"q has {T} tokens, but the context gives this rank {tokens}")

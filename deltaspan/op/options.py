@@ -51,15 +51,10 @@ class Options:
             TypeError: an unknown keyword, a flag that is no bool, a scale that is no number.
             ValueError: a value that is none of those accepted, or one that another option excludes.
         """
-        unknown = given.keys() - KEYWORDS
-        if unknown:
-            raise TypeError(f"unknown option {min(unknown)!r}")
-        if (workspace := given.pop("workspace", None)) is not None:
-            raise ValueError(f"workspace={workspace!r} is not served by this release, which serves None")
         try:
-            return _made(**given)
+            return _known(**given)
         except TypeError:  # of a value that cannot be hashed, or of one that is refused, in either case again
-            return cls(**given)
+            return _made(**given)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -91,10 +86,15 @@ class Options:
 KEYWORDS = {*(field.name for field in fields(Options)), "workspace"}
 
 
-@lru_cache(maxsize=256, typed=True)
 def _made(**given: Any) -> Options:
-    """A model's layers call with the same few sets of options."""
+    if unknown := given.keys() - KEYWORDS:
+        raise TypeError(f"unknown option {min(unknown)!r}")
+    if (workspace := given.pop("workspace", None)) is not None:
+        raise ValueError(f"workspace={workspace!r} is not served by this release, which serves None")
     return Options(**given)
+
+
+_known = lru_cache(maxsize=256, typed=True)(_made)  # a model's layers call with the same few sets of options
 
 
 def check_gate(options: Options, A_log: Tensor | None, dt_bias: Tensor | None) -> None:

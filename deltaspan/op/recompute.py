@@ -7,9 +7,9 @@ Both are read from the checkpoint's own frame, which torch does not promise to k
 expected, nothing is left out.
 """
 
-import inspect
 from dataclasses import dataclass, field
 from functools import cache
+from inspect import isfunction
 from typing import Any
 
 import torch
@@ -79,21 +79,26 @@ class Region:
         return self.recomputing and self.stops and self.remaining == tensors
 
 
+FIRST_RUN = Region(recomputing=False)
+
+
 def surrounding() -> Region | None:
     """The innermost non-reentrant checkpoint around this call; None for none, or if another hook stands between."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or in_selective_checkpoint():
         return None
-    pack = inspect.unwrap(hooks[0], stop=lambda f: not hasattr(f, "__wrapped__"))
+    pack = hooks[0]
+    while (within := getattr(pack, "__wrapped__", None)) is not None:  # as inspect.unwrap, in a tenth of the time
+        pack = within
     pack = getattr(pack, "_torchdynamo_orig_callable", pack)
-    if getattr(pack, "__module__", "") != "torch.utils.checkpoint" or not inspect.isfunction(pack):
+    if getattr(pack, "__module__", "") != "torch.utils.checkpoint" or not isfunction(pack):
         return None
+    names = pack.__code__.co_freevars
+    if "frame" in names:
+        return FIRST_RUN
     try:
-        within = [cell.cell_contents for cell in pack.__closure__ or ()]  # a sixth of inspect.getclosurevars
-        known = dict(zip(pack.__code__.co_freevars, within, strict=True))
-        if "frame" in known:
-            return Region(recomputing=False)
-        frame, task = known["target_frame_ref"](), known["gid"]
+        cells = dict(zip(names, pack.__closure__ or (), strict=True))  # a sixth of inspect.getclosurevars
+        frame, task = cells["target_frame_ref"].cell_contents(), cells["gid"].cell_contents
         remaining = len(frame.weak_holders) - frame.recomp_counter.get(task, 0)
         return Region(recomputing=True, remaining=remaining, stops=frame.early_stop is True)
     except (KeyError, ValueError, AttributeError):
@@ -107,7 +112,13 @@ def places(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def unread(like: Tensor) -> Tensor:
     """In the place of an output that nobody reads: NaN, which takes no memory either."""
-    return like.new_full((), torch.nan).expand(like.shape)
+    return _no_number(like.dtype, like.device).expand(like.shape)
+
+
+@cache
+def _no_number(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # whoever asks first, autograd may have views of it
+        return torch.full((), torch.nan, dtype=dtype, device=device)
 
 
 @cache

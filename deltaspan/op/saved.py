@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 
+import torch
 from torch import Tensor
 
 from deltaspan.op.context import Context
@@ -61,7 +62,7 @@ def saved_at_seams(view: RankView, cut: Segments, options: Options) -> tuple[str
     counts wherever anything crosses in the group."""
     maps = options.save_transfer
     held = {
-        "entry": cut.entered_slots.shape[0], "maps": maps and cut.bridges.shape[0], "kept": maps and not view.seams.none
+        "entry": cut.entered.order.shape[0], "maps": maps and cut.bridges.shape[0], "kept": maps and not view.seams.none
     }  # fmt: skip
     return tuple([name for name, holds in held.items() if holds and options.keeps])
 
@@ -99,11 +100,24 @@ def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
 
 
 def start_states(cut: Segments, x: Operands) -> Tensor:
-    """[S, HV, K, V]: the initial state where a document begins, zero elsewhere."""
-    states = x.q.new_zeros(x.state_shape(cut.count), dtype=x.state_type)
-    if x.initial_state is not None:
-        states[cut.first_slots] = x.initial_state[cut.first_docs].to(states.dtype)
-    return states
+    """[first, HV, K, V]: the initial states of documents that begin here; of none where none is given."""
+    return _of_documents(x, x.initial_state, cut.first_docs)
+
+
+def end_adjoints(cut: Segments, x: Operands, dfinal_state: Tensor | None) -> Tensor:
+    """[last, HV, K, V]: the final state's gradients of documents that end here; of none where none is given."""
+    return _of_documents(x, dfinal_state, cut.last_docs)
+
+
+def _of_documents(x: Operands, states: Tensor | None, docs: Tensor) -> Tensor:
+    if states is None:
+        return x.q.new_empty(x.state_shape(0), dtype=x.state_type)
+    return states.index_select(0, docs).to(x.state_type)
+
+
+def joined(passed: Tensor, ends: Tensor) -> Tensor:
+    """What a walk of all segments takes: states that passed from one to another, and behind them those at ends."""
+    return torch.cat([passed, ends]) if ends.shape[0] else passed
 
 
 def final_states(view: RankView, cut: Segments, x: Operands, exit: Tensor, documents: int) -> Tensor:
@@ -114,14 +128,6 @@ def final_states(view: RankView, cut: Segments, x: Operands, exit: Tensor, docum
     if x.initial_state is not None:
         final[view.empty_docs] = x.initial_state[view.empty_docs].to(final.dtype)
     return final
-
-
-def end_adjoints(cut: Segments, x: Operands, dfinal_state: Tensor | None) -> Tensor:
-    """[S, HV, K, V]: the final state's gradient where a document ends on this rank, zero elsewhere."""
-    adjoints = start_states(cut, x._replace(initial_state=None))
-    if dfinal_state is not None:
-        adjoints[cut.last_slots] = dfinal_state[cut.last_docs].to(adjoints.dtype)
-    return adjoints
 
 
 def initial_gradient(

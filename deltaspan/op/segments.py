@@ -14,6 +14,7 @@ from deltaspan.plan import (
     WalkOrder,
     chunk_grid,
     in_halves,
+    numbers,
     passages,
     segment_table,
     walk_order,
@@ -26,16 +27,14 @@ class Segments:
     """The cut of one rank's fragments for one count of value heads. Index tensors are int64 on the device."""
 
     count: int  # S
-    every: Runs  # all segments
-    early: Runs | None  # those that are walked while states cross, counted as among all
-    late: Runs | None  # and the others
-    left: Runs  # those that state leaves for another, [n_left]
+    every: Runs  # all segments: from states that enter them, and behind those initial ones; backwards alike
+    early: Runs | None  # those that are walked while states cross, counted as among all: from states within fragments
+    late: Runs | None  # and the others, from such as `every`
+    left: Runs  # those that state leaves for another, [n_left]; these and the next ones start from initial states alone
     entered: Runs  # those that it enters from another, [n_entered]
     through: Runs  # those that it enters and leaves, [n_through]
-    left_slots: Tensor  # [n_left], their places among all
-    entered_slots: Tensor  # [n_entered]
     bridges: Tensor  # [B], those of cut fragments among the segments that state goes through
-    first_slots: Tensor  # segments that begin a document, and their documents
+    first_slots: Tensor  # segments that begin a document, in the order of their initial states, and their documents
     first_docs: Tensor
     last_slots: Tensor  # segments that end a document, and their documents
     last_docs: Tensor
@@ -45,7 +44,7 @@ class Segments:
 
     def bridging(self, M: Tensor) -> Tensor:
         """Of the maps [n_through, HV, K, K] those of bridges: without a copy where that is all."""
-        return M if len(M) == len(self.bridges) else M[self.bridges]
+        return M if M.shape[0] == self.bridges.shape[0] else M[self.bridges]
 
 
 def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool = False) -> Segments:
@@ -58,7 +57,10 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool =
     doc = part.table.doc[part.rows(view.rank)][table.fragment]
     inside = np.arange(len(table.first))
     first, last = np.setdiff1d(inside, table.entered), np.setdiff1d(inside, table.left)
+    known = numbers(first, table), numbers(last, table)  # before anything has come from other segments
+    true = tuple(np.argsort(np.append(*both)) for both in ((table.entered, first), (table.left, last)))
     ways = passages(part, view.rank, table)
+    rows = {"every": true, "late": true, "early": true if ways[0].chains.steps else known}
     chosen = {"every": inside, "left": table.left, "entered": table.entered, "through": table.through}
     ahead = walked_ahead(part, view.rank, table, hv=hv, sm_count=sm_count) if beside else inside < 0
     divided = ahead.any() and not ahead.all()
@@ -66,8 +68,6 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool =
         chosen |= {"early": inside[ahead], "late": inside[~ahead]}
     walks = {name: walk_order(table.first[which], table.count[which]) for name, which in chosen.items()}
     arrays = {
-        "left_slots": table.left,
-        "entered_slots": table.entered,
         "bridges": np.searchsorted(table.through, table.bridges),
         "first_slots": first,
         "first_docs": doc[first],
@@ -75,18 +75,24 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool =
         "last_docs": doc[last],
     }
     grid = chunk_grid(part, view.rank)
+    named = {name: which if name in rows else np.arange(len(which)) for name, which in chosen.items()}
     columns = [
-        c for name, w in walks.items() for c in _run_columns(w, chosen[name], grid, places=name in ("early", "late"))
+        column
+        for name, w in walks.items()
+        for column in _run_columns(w, chosen[name], named[name], *rows.get(name, known), grid)
     ]
-    columns += [c for way in ways for c in (*columns_of(way.chains), *way[2:])]
+    columns += [c for way in ways for c in (*columns_of(way.chains), *way[3:])]
     tensors = iter(upload(device, [*arrays.values(), *columns]))
     take = tensors.__next__
     halves = {name: in_halves(w.count.tolist(), hv, sm_count) for name, w in walks.items()}
     indices = {name: take() for name in arrays}
     runs = {
-        name: Runs(take(), take(), take(), take(), take(), take().int(), w.active, halves[name])
+        name: Runs(
+            *(take() for _ in range(6)), take().int(), take().int(), w.active,
+            len(inside) if name in rows else len(w.order), halves[name],
+        )
         for name, w in walks.items()
-    }
+    }  # fmt: skip
     if not divided:
         runs |= {"early": runs["every"], "late": None} if ahead.any() else {"early": None, "late": runs["every"]}
     return Segments(
@@ -98,14 +104,15 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool =
     )
 
 
-def _run_columns(w: WalkOrder, which: np.ndarray, grid: ChunkGrid, *, places: bool) -> tuple[np.ndarray, ...]:
-    """Of `Runs`, for the segments `which` in walking order; places: whether they are counted by their places among
-    all."""
-    last, slots = w.first + w.count - 1, which[w.order]
-    order = slots if places else w.order
+def _run_columns(
+    w: WalkOrder, which: np.ndarray, named: np.ndarray, entries: np.ndarray, leavings: np.ndarray, grid: ChunkGrid
+) -> tuple[np.ndarray, ...]:
+    """Of `Runs`, for the segments `which`, by the numbers that they are named by, from the rows of all segments."""
+    last, order, given = w.first + w.count - 1, named[w.order], (entries[which[w.order]], leavings[which[w.order]])
     tokens = grid.start[w.first], grid.start[last] + grid.length[last]
-    return order, slots, np.argsort(w.order), w.first, last, np.stack([*tokens, w.first, slots, order], axis=1)
+    tables = (np.stack([*tokens, w.first, rows, order], axis=1) for rows in given)
+    return order, np.argsort(w.order), *given, w.first, last, *tables
 
 
 def _passage(way: Passage[np.ndarray], take: Callable[[], Tensor]) -> Passage[Tensor]:
-    return Passage(chains_from(way.chains, take), way.reached, *(take() for _ in way[2:]))
+    return Passage(chains_from(way.chains, take), way.composes, way.reached, *(take() for _ in way[3:]))

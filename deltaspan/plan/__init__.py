@@ -12,7 +12,7 @@ from deltaspan.plan.rules import (
     rank_segments,
     row_segments,
 )
-from deltaspan.plan.segments import Passage, SegmentTable, passages, segment_starts, segment_table
+from deltaspan.plan.segments import Passage, SegmentTable, numbers, passages, segment_starts, segment_table
 from deltaspan.plan.sizes import collective_bytes, head_ranges, retained_bytes
 from deltaspan.plan.tables import (
     CHUNK,
@@ -54,6 +54,7 @@ __all__ = [
     "head_ranges",
     "in_halves",
     "lpt_makespan",
+    "numbers",
     "passages",
     "plan_segments",
     "rank_chunks",

@@ -35,6 +35,7 @@ class Passage(NamedTuple, Generic[Index]):
     """
 
     chains: Chains[Index]
+    composes: bool  # False if the chains leave all offsets as and where they are: of one member each, for segments
     reached: int  # segments that state reaches
     arriving: Index  # [n], numbers of those that the exchange reaches
     through: Index  # [t], numbers of those behind the joints of the fragments that it reaches
@@ -74,9 +75,9 @@ def passages(part: Partition, rank: int, table: SegmentTable) -> tuple[Passage, 
     """
     own = part.rows(rank)
     fragments = np.arange(own.stop - own.start)
-    left, entered = (_numbers(chosen, table) for chosen in (table.left, table.entered))
+    left, entered = (numbers(chosen, table) for chosen in (table.left, table.entered))
     through, bridge = (
-        np.minimum(_numbers(chosen, table), max(len(chosen) - 1, 0)) for chosen in (table.through, table.bridges)
+        np.minimum(numbers(chosen, table), max(len(chosen) - 1, 0)) for chosen in (table.through, table.bridges)
     )
     first, last = (np.searchsorted(table.fragment, fragments, side) for side in ("left", "right"))
     out, come_in = np.flatnonzero(part.crossing_out[own]), np.flatnonzero(part.crossing_in[own])
@@ -100,7 +101,9 @@ def passages(part: Partition, rank: int, table: SegmentTable) -> tuple[Passage, 
         )  # fmt: skip
         handed = count + np.flatnonzero(arrival[ends] >= 0)
         of_behind = reached[far[behind]], arrival[of_joint[behind]]
-        return Passage(chains, count, reached[begin[arriving]], *of_behind, handed)
+        _, offset, place = chains.table.T
+        unchanged = len(chains.steps) == 1 and len(place) == chains.places == count and np.array_equal(offset, place)
+        return Passage(chains, not unchanged, count, reached[begin[arriving]], *of_behind, handed)
 
     before, after = table.joined, table.joined + 1
     forward = passage(
@@ -114,7 +117,7 @@ def passages(part: Partition, rank: int, table: SegmentTable) -> tuple[Passage, 
     return forward, backward
 
 
-def _numbers(chosen: np.ndarray, table: SegmentTable) -> np.ndarray:
+def numbers(chosen: np.ndarray, table: SegmentTable) -> np.ndarray:
     """[S]: each segment's number among the chosen; their count for one that is not."""
     numbers = np.full(len(table.first), len(chosen))
     numbers[chosen] = np.arange(len(chosen))

@@ -217,20 +217,45 @@ def absolute(x: Value) -> Value:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Value], dtype: torch.dtype, is_pure: bool, pack: int
 ) -> Value:
-    """Only what is known here: exp2, a reciprocal, a sum, a bf16 number times the sum of two, and a move."""
-    operation = asm.split()[0]
-    if operation == "ex2.approx.ftz.f32":
-        return exp2(*args)
-    if operation == "rcp.approx.ftz.f32":
-        return reciprocal(*args)
-    if operation == "add.rn.f32":
-        return args[0] + args[1]
-    if operation == "mul.rn.bf16x2":
-        x, high, low = (arg.to(torch.float32) for arg in args)
-        return (x * high + (x * low).to(torch.bfloat16).to(torch.float32)).to(torch.bfloat16)
-    if operation in ("mov.b32", "mov.u32"):
-        return args[0]
-    raise NotImplementedError(f"the emulator does not know {asm!r}")
+    """Only what is known here, told apart by its instructions and how many numbers it takes."""
+    instructions = tuple(line.split()[0] for line in asm.split(";") if line.strip())
+    known = ASSEMBLY.get((*instructions, len(args)))
+    if known is None:
+        raise NotImplementedError(f"the emulator does not know {asm!r}")
+    return known(*args)
+
+
+def _in_bf16(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.bfloat16).float()
+
+
+def _products(a: Value, b: Value, c: Value, d: Value) -> Value:
+    """c d and the rounded a b, summed and rounded once."""
+    a, b, c, d = (x.held.float() for x in (a, b, c, d))
+    return Value((c * d + _in_bf16(a * b)).to(torch.bfloat16), torch.bfloat16)
+
+
+def _by_bits(operation: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+    def apply(*args: Value) -> Value:
+        bits = operation(*(x.held.view(torch.int16) for x in args))
+        return Value(bits.view(torch.bfloat16), torch.bfloat16)
+
+    return apply
+
+
+ASSEMBLY = {
+    ("ex2.approx.ftz.f32", 1): exp2,
+    ("rcp.approx.ftz.f32", 1): reciprocal,
+    ("add.rn.f32", 2): lambda x, y: x + y,
+    ("mov.b32", 1): lambda x: x,
+    ("mov.u32", 1): lambda x: x,
+    ("shl.b32", "and.b32", 1): lambda x: x.to(torch.float32),
+    ("and.b32", 2): _by_bits(lambda x, mask: x & mask),
+    ("and.b32", "or.b32", 3): _by_bits(lambda x, mask, other: x & mask | other),
+    ("xor.b32", "and.b32", 2): _by_bits(lambda x, mask: (x ^ -0x8000) & mask),
+    ("mul.rn.bf16x2", "fma.rn.bf16x2", 3): lambda x, high, low: _products(x, low, x, high),
+    ("mul.rn.bf16x2", "fma.rn.bf16x2", 4): _products,
+}
 
 
 # ---- along an axis

@@ -44,6 +44,11 @@ class Kernel:
         return self
 
 
+def jit(function: Callable[..., Any] | None = None, **of_compiling: Any) -> Any:
+    """In the place of @gluon.jit, with or without options: nothing is compiled here."""
+    return Kernel if function is None else Kernel(function)
+
+
 def launch(
     kernel: Callable[..., Any],
     grid: Sequence[int],

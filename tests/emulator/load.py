@@ -15,7 +15,7 @@ import torch
 
 from tests.emulator.barriers import fence_async_shared, mbarrier
 from tests.emulator.language import Language, gl, thread_barrier
-from tests.emulator.launch import Kernel
+from tests.emulator.launch import jit
 from tests.emulator.mma import dot, mma_v2, warpgroup_mma, warpgroup_mma_wait
 from tests.emulator.schedule import here, inside
 from tests.emulator.tma import TensorDescriptor, tma
@@ -28,10 +28,10 @@ tl = Language(**vars(gl), dot=dot, debug_barrier=thread_barrier)  # of plain Tri
 
 GLUON = "triton.experimental.gluon"
 TRITON: dict[str, Any] = {
-    "triton": SimpleNamespace(jit=Kernel, cdiv=gl.cdiv, language=tl),
+    "triton": SimpleNamespace(jit=jit, cdiv=gl.cdiv, language=tl),
     "triton.language": tl,
-    "triton.experimental": SimpleNamespace(gluon=SimpleNamespace(jit=Kernel)),
-    GLUON: SimpleNamespace(jit=Kernel, language=gl),
+    "triton.experimental": SimpleNamespace(gluon=SimpleNamespace(jit=jit)),
+    GLUON: SimpleNamespace(jit=jit, language=gl),
     f"{GLUON}.nvidia.hopper": SimpleNamespace(TensorDescriptor=TensorDescriptor),
     f"{GLUON}.language.nvidia.hopper": SimpleNamespace(
         fence_async_shared=fence_async_shared,

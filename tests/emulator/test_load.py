@@ -10,7 +10,8 @@ from tests.emulator import DeviceFault, Kernel, launch, load, path_of, seeded
 
 HEAD = """
 import math
-from deltaspan.kernels.hopper.gluon import COMPILED_WITH, barrier, exp2, gl, gluon, launch, tiles
+from deltaspan.kernels.hopper.gluon import COMPILED_WITH, barrier, gl, gluon, launch, tiles
+from deltaspan.kernels.hopper.instructions import exp2
 SIZE = gl.constexpr(8)
 """
 

@@ -68,17 +68,19 @@ def truth(g: Given) -> dict[str, Tensor]:
     return {name: leaf.grad for name, leaf in zip(NAMES, leaves, strict=True)}
 
 
-def found_and_true(g: Given, device: str, **options) -> None:
-    """All of each gradient; and each token's, beside what all have, so that no tail is lost among many tokens.
+def lost_in_dg(walked: tuple) -> Tensor:
+    """dg is a sum of terms that may be larger than itself: <D, S> of unrelated matrices is |D| |S| / 128, give or take,
+    and as much of it is lost as S and D lose in bf16."""
+    S, D = (x.float().cpu().norm(dim=(-2, -1)) for x in walked[6:8])
+    return (S * D / 128).square().mean().sqrt()
 
-    dg is a sum of terms that may be larger than itself: <D, S> of unrelated matrices is |D| |S| / 128, give or take,
-    and as much of it is lost as S and D lose in bf16.
-    """
+
+def found_and_true(g: Given, device: str, **options) -> None:
+    """All of each gradient; and each token's, beside what all have, so that no tail is lost among many tokens."""
     machine, true = Machine(device), truth(g)
     walked = machine.walked(g.to(device))
     found = machine.of(walked, **options)
-    S, D = (x.float().cpu().norm(dim=(-2, -1)) for x in walked[6:8])
-    terms = {"dg": (S * D / 128).square().mean().sqrt()}
+    terms = {"dg": lost_in_dg(walked)}
     for name in NAMES:
         error, size = found[name].cpu().double() - true[name], true[name].square().mean().sqrt() + terms.get(name, 0)
         assert error.square().mean().sqrt() < BF16 * size, name
@@ -118,9 +120,12 @@ def test_decay_that_cuts_off(rng: torch.Generator, device: str) -> None:
     found = Machine(device).gradients(g.to(device))
     assert not found["dg"][[3, 64, 70]].any() and not found["dg"][40, 1]
     finite = g._replace(x=g.x._replace(g=g.x.g.clamp(min=-1000)))
+    terms = lost_in_dg(Machine(device).walked(g.to(device)))
     for name, true in truth(finite).items():
+        error, size = (found[name].cpu() - true).square().mean().sqrt(), true.square().mean().sqrt()
         # one token at the end, where the adjoint of the exit state enters whole, may make most of dbeta and its error
-        assert relative(found[name], true) < BF16 * (1.5 if name == "dbeta" else 1.0), name
+        bound = BF16 * (1.5 if name == "dbeta" else 1.0)
+        assert error < bound * (size + (terms if name == "dg" else 0)), name
 
 
 @pytest.mark.parametrize("strength", [0.0, 1e-7, 2.0])
@@ -132,7 +137,8 @@ def test_writes_of_any_strength(rng: torch.Generator, device: str, strength: flo
     g.x.beta[~quiet] = 0.9 + 0.1 * torch.rand(int((~quiet).sum()), generator=rng)
     found_and_true(g, device)
     found, true = Machine(device).gradients(g.to(device))["dbeta"].cpu(), truth(g)["dbeta"]
-    assert relative(found[quiet], true[quiet]) < BF16 and relative(found[~quiet], true[~quiet]) < BF16
+    # 40 to 60 numbers: in eleven draws their error was 3 to 6.2e-3, where that of all was 4.6e-3, give or take 0.4
+    assert relative(found[quiet], true[quiet]) < 1.3 * BF16 and relative(found[~quiet], true[~quiet]) < BF16
 
 
 def test_states_of_every_chunk(rng: torch.Generator, device: str) -> None:
@@ -267,7 +273,8 @@ FAULTS = {
     "dO not cleared in a tail": ("                clear_behind(do, held)\n", ""),
     "q not cleared in a tail": ("            clear_behind(q, held)\n", ""),
     "k not cleared in a tail": ("            clear_behind(k, held)\n", ""),
-    "K K^T in F": ("    P = gl.where(lower(before.slice(HALF_NUMBER * 32, 32, 1), HALF), P, 0.0)\n", ""),
+    "K K^T in F": ("gl.where(kept, decay_ratios(G, HALF, HALF_NUMBER * 32, 32), 0.0)",
+                   "decay_ratios(G, HALF, HALF_NUMBER * 32, 32)"),
     "dP above the diagonal": ("gl.where(lower(square.index(ONES + here), ACC), dP * E, 0.0)", "dP * E"),
     "Y on the diagonal": ("gl.where(strictly_lower(square.index(ONES + here), ACC), -Y * E, 0.0)",
                           "gl.where(lower(square.index(ONES + here), ACC), -Y * E, 0.0)"),
@@ -275,11 +282,19 @@ FAULTS = {
     "<D, S> forgotten": ("passed = rows.index(ERROR)", "passed = 0.0 * rows.index(ERROR)"),
     "<D, S> without its decay": ("(passed * exp2(end.load(gl.SliceLayout(1, TILE))))", "(passed)"),
     "kappa before its token": ("of_token[:, None], kappa[:, None])", "of_token[:, None], 0.0)"),
-    "the scale of F": ("(E * scale)", "E"),
+    "the scale of P": ("P, KK) * scale", "P, KK)"),
+    "the scale of dP": ("more=exponent", "more=0.0"),
+    "the scale of dg": ("total * unscaled", "total"),
+    "the scale of dbeta": (", 1) * unscaled", ", 1)"),
     "G of another head": ("ahead = rows.index(gl.where(third == 2, 0, third + 1))", "ahead = rows.index(third)"),
     "dq of the last head alone": ("at = first + gl.minimum", "out = out * 0.0\n            at = first + gl.minimum"),
     "S of another panel": ("+ panel * PANEL\n                column", "\n                column"),
-    "rows behind the tail stored": ("PANEL, written, held", "PANEL, written, held + 6"),
+    "rows behind the tail stored": ("column, x.load(LAYOUT), held", "column, x.load(LAYOUT), held + 6"),
+    "a tail stored whole": ("    if held == CHUNK:\n        store_tile", "    if held > 0:\n        store_tile"),
+    "Y in dR's place before it has gone out": ("                    store_wait(0)\n                    barrier()",
+                                               "                    barrier()"),
+    "v in dR's place before it has gone out": ("                    store_wait(0)\n                barrier()",
+                                               "                    pass\n                barrier()"),
 }  # fmt: skip
 
 
@@ -291,11 +306,12 @@ def planted() -> tuple[tuple, list[Tensor]]:
     behind = lambda x: torch.cat([x, torch.full_like(x[:5], torch.nan)])  # noqa: E731
     x = g.x._replace(**{name: behind(getattr(g.x, name)) for name in ("q", "k", "v", "g", "beta")})
     walked = Machine("cpu").walked(g._replace(x=x, do=behind(g.do)))
-    return walked, of_the_first(Machine("cpu"), walked)
+    return walked, of_all_rows(Machine("cpu"), walked)
 
 
-def of_the_first(machine: Machine, walked: tuple) -> list[Tensor]:
-    return [x[:73] for x in machine.of(walked, programs=1).values()]
+def of_all_rows(machine: Machine, walked: tuple) -> list[Tensor]:
+    """Those behind the last token too, which nobody writes."""
+    return list(machine.of(walked, programs=1).values())
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -306,7 +322,7 @@ def test_planted_faults_are_seen(planted: tuple[tuple, list[Tensor]], fault: str
     assert edited != sources
     walked, clean = planted
     try:
-        found = of_the_first(Machine("cpu", edited), walked)
+        found = of_all_rows(Machine("cpu", edited), walked)
     except DeviceFault:
         return
     assert not all(map(same_bits, found, clean))

@@ -69,7 +69,8 @@ def shape_of(x: Any) -> Any:
     """An argument but for where memory happens to lie."""
     if isinstance(x, tuple):  # a descriptor
         return x[1:]
-    return "address" if isinstance(x, Tensor) or (isinstance(x, int) and x > 2**32) else x
+    x = x.data_ptr() if isinstance(x, Tensor) else x  # of an empty one, 0
+    return "address" if isinstance(x, int) and x > 2**32 else x
 
 
 def test_a_triton_without_what_is_looked_for_is_asked_as_it_wants(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,14 +126,13 @@ def test_who_hooks_into_launches_is_called(driver: Any) -> None:
     assert len(given) == 5 and all(leave is chain for _, leave in given)
 
 
-# By call: functions, some 15 % more than it takes under Triton 3.9, and what goes to torch, by name, views left out.
-# Of that only `new_zeros` and what is named after indices launch anything.
+# By call: functions, some 15 % more than it takes under Triton 3.9. Beside allocations and views nothing goes to torch.
 ALLOCATED = "new_empty", "new_empty_strided", "empty"
-CALLS: dict[str, tuple[int, bool, int, dict[str, int]]] = {
-    "forward": (1, False, 375, {"new_zeros": 1}),
-    "forward in 5": (5, False, 560, {"new_zeros": 1, "index_copy_": 1}),
-    "step": (1, True, 1230, {"new_zeros": 3}),
-    "step in 5": (5, True, 1570, {"new_zeros": 3, "index_copy_": 3}),
+CALLS: dict[str, tuple[int, bool, int]] = {
+    "forward": (1, False, 270),
+    "forward in 5": (5, False, 375),
+    "step": (1, True, 965),
+    "step in 5": (5, True, 1160),
 }
 VIEWS = "squeeze", "unsqueeze", "unsqueeze_", "transpose", "alias", "detach", "split_with_sizes", "expand", "slice"
 
@@ -140,7 +140,7 @@ VIEWS = "squeeze", "unsqueeze", "unsqueeze_", "transpose", "alias", "detach", "s
 @pytest.mark.parametrize("which", CALLS)
 def test_a_call_takes_few_steps_of_the_host(driver: Any, which: str) -> None:
     """Who exceeds this has put something in the way of every layer: on a GPU what goes to torch takes 5 to 10 us."""
-    segments, wants, most, launched = CALLS[which]
+    segments, wants, most = CALLS[which]
     run, x = rule(320, segments, wants)
     do = torch.zeros(1, 320, 1, 128, dtype=torch.bfloat16)
 
@@ -155,8 +155,8 @@ def test_a_call_takes_few_steps_of_the_host(driver: Any, which: str) -> None:
     assert calls_of(call) <= most
     with Asked() as asked:
         call()
-    assert {name: n for name, n in asked.counts.items() if name not in (*ALLOCATED, *VIEWS)} == launched
-    assert sum(asked.counts[name] for name in ALLOCATED) <= 26
+    assert set(asked.counts) <= {*ALLOCATED, *VIEWS}
+    assert sum(asked.counts[name] for name in ALLOCATED) <= 29
 
 
 def test_a_checkpointed_step_takes_few_steps_of_the_host(driver: Any) -> None:
@@ -171,13 +171,12 @@ def test_a_checkpointed_step_takes_few_steps_of_the_host(driver: Any) -> None:
     for _ in range(3):
         call()
     driver.launches.clear()
-    assert calls_of(call) <= 3600
-    assert len(driver.launches) == 15
+    assert calls_of(call) <= 2710
+    assert len(driver.launches) == 12
     with Asked() as asked:
         call()
     launched = {name: n for name, n in asked.counts.items() if name not in (*ALLOCATED, *VIEWS)}
-    on_host = {"_local_scalar_dense": 1}  # the mark
-    assert launched == on_host | {"new_zeros": 4, "index_copy_": 4, "new_full": 1}
+    assert launched == {"_local_scalar_dense": 1}  # the mark, on the host
     with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         run()
     assert len(saved) == len(x) + 1  # the state that enters the second segment

@@ -167,9 +167,10 @@ def step_bytes(T: int, H: int, HV: int, chunks: int, segments: int, slabs: int) 
     results = T * (2 * 256 * HV + 2 * 256 * H + 2 * 4 * HV)  # o, dq, dk, dv, dg, dbeta
     prepared = chunks * (HV * (64 * 64 * 2 + 64 * 4 + 4) + 4 * H)
     walked = chunks * HV * 2 * 128 * 128 * 2  # S, D
-    states = segments * 4 * HV * 128 * 128  # where segments are entered, and adjoints at both ends
+    passed = segments - 1  # states that pass between segments, and their adjoints; beside them those of all entries
+    states = (2 * passed + segments) * 4 * HV * 128 * 128
     largest = -(-H // slabs)  # of a slab's heads
-    return results + prepared + 3 * states + walked * largest // H
+    return results + prepared + states + walked * largest // H
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,10 @@ import math
 
 from torch import Tensor
 
-from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind, heads_apart, late
+from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind, heads_apart, no_state
 from deltaspan.kernels.hopper.gluon import (
     Tilings,
     barrier,
-    exp2,
     fence_async_shared,
     gl,
     gluon,
@@ -43,6 +42,7 @@ from deltaspan.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from deltaspan.kernels.hopper.instructions import exp2, late, mask, masked_negative, widened
 from deltaspan.kernels.hopper.prep import Prepared
 
 # Three stages, two of dO and both halves of D on their way out fill the shared memory. A walk holds D in 64 registers,
@@ -56,20 +56,20 @@ HALF = gl.constexpr(64)  # of V, a warpgroup's share
 STAGES = gl.constexpr(3)  # of q, k, A and G: one more than of dO, so that room for dO says that there is room for them
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["given"])
 def adjoint_kernel(
-    q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, state_tiles, leaving, entering, broken, reach, segments, NC,
-    scale_log2, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr, HALVES: gl.constexpr, STATES: gl.constexpr,
-    CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+    q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, state_tiles, leaving, nothing, entering, broken, reach,
+    segments, given, NC, scale_log2, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr, HALVES: gl.constexpr,
+    STATES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles (descriptors): q, k [T, H * 128], do [T, HV * 128] by [64, 128], do by [64, 64] with HALVES; A
     [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; states [NC * HV * 128, 128] by [64, 128], the rows
     V and the columns K, touched with STATES only.
 
-    leaving [S, HV, K, V] fp32, the adjoint of exit states; entering [n, HV, K, V] fp32, that of entry states; of both
-    APART heads lie from one segment to the next; broken [H, NC] int32; reach [HV, NC] fp32; segments [n, 5] int32:
-    first token, end, first chunk, place in leaving and in entering. Programs: segments, then heads, then with HALVES
-    those of V.
+    leaving [given, HV, K, V] fp32, the adjoint of exit states; nothing [K, V] fp32, zero; entering [n, HV, K, V] fp32,
+    that of entry states; of both APART heads lie from one row to the next; broken [H, NC] int32; reach [HV, NC] fp32;
+    segments [n, 5] int32: first token, end, first chunk, row of leaving, from `given` on nothing, and of entering.
+    Programs: segments, then heads, then with HALVES those of V.
     """
     HV: gl.constexpr = H * GROUP
     WALKS: gl.constexpr = 1 if HALVES else 2
@@ -105,9 +105,12 @@ def adjoint_kernel(
         mbarrier.init(free.index(j), count=WALKS)
 
     h = hv // GROUP
+    state = nothing
+    if source < given:
+        state = leaving + (source * APART + hv).to(gl.int64) * (HEAD_DIM * HEAD_DIM)
     walking = (
-        state_tiles, leaving, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, chunk * HV + hv, n,
-        source * APART + hv, target * APART + hv, first,
+        state_tiles, state, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, chunk * HV + hv, n,
+        target * APART + hv, first,
     )  # fmt: skip
     preparing = (
         qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken + h * NC + chunk, end - begin, n, scale_log2,
@@ -165,14 +168,14 @@ def load(
 
 @gluon.jit
 def prepare(qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken, tokens, n, scale_log2):
-    """-Y and Q' of every chunk, two ahead at most."""
+    """Y and Q' of every chunk, two ahead at most."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
     column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
-    low = row[:, None] >= column[None, :]
+    low = mask(row[:, None] >= column[None, :])
     stage = 0
     phase = 0
     for i in range(n):
@@ -202,13 +205,13 @@ def prepare(qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken, tokens,
         Y = gl.zeros([CHUNK, HEAD_DIM], gl.float32, WIDE)
         Y = warpgroup_mma(a, k, Y, is_async=True)
         P = warpgroup_mma_wait(1, deps=[P])
-        p = gl.convert_layout(gl.where(low, P, 0.0).to(gl.bfloat16), LEFT)
+        p = gl.convert_layout(masked_negative(P.to(gl.bfloat16), low), LEFT)
         Y = warpgroup_mma_wait(0, deps=[Y, q, a, k])[0]
-        y.store((-Y).to(gl.bfloat16))
+        y.store(Y.to(gl.bfloat16))
         fence_async_shared()
         barrier()
         decay = exp2(G.load(gl.SliceLayout(1, WIDE)) + scale_log2)
-        Q = warpgroup_mma(p, y, q.load(WIDE).to(gl.float32), is_async=True)
+        Q = warpgroup_mma(p, y, widened(q.load(WIDE)), is_async=True)
         Q = warpgroup_mma_wait(0, deps=[Q, p, y])[0]
         q.store((Q * decay[:, None]).to(gl.bfloat16))
         fence_async_shared()
@@ -223,8 +226,7 @@ def prepare(qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken, tokens,
 def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
     """The chain over 64 of the channels of V, from HELD on of those in shared memory, which begin with `first`."""
     (
-        state_tiles, leaving, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, row, n, source,
-        target, first,
+        state_tiles, state, entering, qs, ks, gs, dos, ys, outs, full, do_full, ready, free, row, n, target, first,
     ) = given  # fmt: skip
     first = first + HELD
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -234,7 +236,7 @@ def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
     value = gl.arange(0, HALF, layout=gl.SliceLayout(1, STATE))
     key = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
     size = HEAD_DIM * HEAD_DIM
-    D = gl.load(leaving + source.to(gl.int64) * size + key[None, :] * HEAD_DIM + (first + value)[:, None])
+    D = gl.load(state + key[None, :] * HEAD_DIM + (first + value)[:, None])
     stage = 0
     phase = 0
     for i in range(n):
@@ -250,7 +252,7 @@ def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
         mbarrier.wait(ready.index(b), (i >> 1) & 1)
         G = gs.index(stage).reshape([CHUNK]).slice(CHUNK - 1, 1, 0)
         D = D * exp2(G.load(gl.SliceLayout(0, STATE)))[None, :]
-        gamma = exp2(G.load(gl.SliceLayout(0, ACC)))
+        gamma = -exp2(G.load(gl.SliceLayout(0, ACC)))
         U = gl.zeros([HALF, CHUNK], gl.float32, ACC)
         U = warpgroup_mma(d, k.permute((1, 0)), U, is_async=True)
         D = warpgroup_mma(do, q, D, is_async=True)
@@ -279,7 +281,7 @@ def adjoint(
     q: Tensor, k: Tensor, do: Tensor, made: Prepared, leaving: Tensor, segments: Tensor, scale: float,
     *, states: bool, halves: bool = False, tilings: Tilings | None = None, found: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Launches the kernel; q, k [T, H, 128], do [T, HV, 128] bf16, rows of any pitch; leaving [S, HV, K, V] fp32, the
+    """Launches the kernel; q, k [T, H, 128], do [T, HV, 128] bf16, rows of any pitch; leaving [E, HV, K, V] fp32, the
     adjoint of exit states, or those heads of more; segments as the kernel has them; programs on halves of V or on all
     of it. found: where the adjoint of entry states goes to, as far apart as leaving.
 
@@ -299,7 +301,8 @@ def adjoint(
         launch(
             adjoint_kernel, (n * HV * (1 + halves),), shared.rows(q), shared.rows(k),
             shared.rows(do, 64 if halves else 128), A_tiles, shared.of(G, 64, 1, 64),
-            A_tiles if written is None else tiles(written, 128, 64, 128), leaving, entering, broken, reach, segments,
-            NC, math.log2(scale), H=H, GROUP=HV // H, APART=apart, HALVES=halves, STATES=states, num_warps=4, **LAUNCH,
+            A_tiles if written is None else tiles(written, 128, 64, 128), leaving, no_state(leaving.device), entering,
+            broken, reach, segments, leaving.shape[0], NC, math.log2(scale), H=H, GROUP=HV // H, APART=apart,
+            HALVES=halves, STATES=states, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return entering, written

@@ -3,18 +3,17 @@
 ACC is the layout of a product's accumulator, WIDE one of 16 bytes a lane.
 """
 
-from deltaspan.kernels.hopper.forward import late
 from deltaspan.kernels.hopper.gluon import (
     barrier,
-    exp2,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
-    narrowed,
+    store_tile,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from deltaspan.kernels.hopper.instructions import exp2, late, narrowed, two_products, widened
 
 CHUNK = gl.constexpr(64)
 HEAD_DIM = gl.constexpr(128)
@@ -29,6 +28,16 @@ def store_rows(to, x, held, pitch, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def store_place(tiles, to, x, token, held, column, pitch):
+    """A tile [64, 64] of shared memory; by the copy engine, which is to be waited for, if all its rows are tokens."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if held == CHUNK:
+        store_tile(tiles, [token, column], x)
+    else:
+        store_rows(to + token.to(gl.int64) * pitch + column, x.load(LAYOUT), held, pitch, LAYOUT)
+
+
+@gluon.jit
 def by_rows(place, x, WIDE: gl.constexpr):
     """x in bf16 as it is stored to memory, by way of a place that nobody reads any more."""
     place.store(x.to(gl.bfloat16))
@@ -39,10 +48,16 @@ def by_rows(place, x, WIDE: gl.constexpr):
 
 @gluon.jit
 def row_products(x, y, TILE: gl.constexpr):
-    """The inner product of every two rows of two tiles of [64, 128], by 16 columns: more would take more registers."""
+    """The inner product of every two rows of two tiles of [64, 128], by 16 columns: more would take more registers.
+    Products are summed by twos in bf16, as x and y are rounded themselves."""
     product = gl.zeros([64, 16], gl.float32, TILE)
-    for j in gl.static_range(8):
-        product += x.slice(16 * j, 16, 1).load(TILE).to(gl.float32) * y.slice(16 * j, 16, 1).load(TILE).to(gl.float32)
+    for j in gl.static_range(0, 128, 32):
+        product += widened(
+            two_products(
+                x.slice(j, 16, 1).load(TILE), y.slice(j, 16, 1).load(TILE),
+                x.slice(j + 16, 16, 1).load(TILE), y.slice(j + 16, 16, 1).load(TILE),
+            )
+        )  # fmt: skip
     return gl.sum(product, 1)
 
 
@@ -72,10 +87,10 @@ def strictly_lower(before, ACC: gl.constexpr):
 
 
 @gluon.jit
-def decay_ratios(G, ACC: gl.constexpr, FIRST: gl.constexpr = 0, WIDTH: gl.constexpr = CHUNK):
-    """2^(G_i - G_j) for i >= j, above the diagonal 1, the smaller of what is there and 1; of columns from FIRST on."""
+def decay_ratios(G, ACC: gl.constexpr, FIRST: gl.constexpr = 0, WIDTH: gl.constexpr = CHUNK, more=0.0):
+    """2^(G_i - G_j + more) of columns from FIRST on. Above the diagonal it may be infinite: to be chosen away."""
     column = G.slice(FIRST, WIDTH, 0).load(gl.SliceLayout(0, ACC))
-    return exp2(gl.minimum(G.load(gl.SliceLayout(1, ACC))[:, None] - column[None, :], 0.0))
+    return exp2((G.load(gl.SliceLayout(1, ACC)) + more)[:, None] - column[None, :])
 
 
 @gluon.jit
@@ -83,7 +98,7 @@ def sums_before(M, before, ACC: gl.constexpr):
     """Along rows, for each column the sum of those before it, in 16 bits."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     high = narrowed(M)
-    low = gl.convert_layout(narrowed(M - high.to(gl.float32)), LEFT)
+    low = gl.convert_layout(narrowed(M - widened(high)), LEFT)
     high = gl.convert_layout(high, LEFT)
     summed = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
     summed = warpgroup_mma(high, before, summed, is_async=True)
@@ -99,17 +114,26 @@ def halves_of_A(A, HALF: gl.constexpr):
 
 
 @gluon.jit
-def decayed(A, G, p, before, scale, HALF: gl.constexpr, HALF_NUMBER: gl.constexpr):
-    """Half of the columns of T and F of a value head: one after the other, beside accumulators that fill registers."""
-    E = decay_ratios(G, HALF, HALF_NUMBER * 32, 32)
-    P = p.slice(HALF_NUMBER * 32, 32, 1).load(HALF).to(gl.float32)
-    P = gl.where(lower(before.slice(HALF_NUMBER * 32, 32, 1), HALF), P, 0.0)
-    return narrowed(A.to(gl.float32) * E), narrowed(P * (E * scale))
+def decayed(A, G, p, before, HALF: gl.constexpr):
+    """T and F of a value head, each by halves of its columns, as A is. One half after the other, beside accumulators
+    that fill registers."""
+    T_low, F_low = decayed_half(A[0], G, p, before, HALF, 0)
+    T_high, F_high = decayed_half(A[1], G, p, before, HALF, 1)
+    return T_low, T_high, F_low, F_high
 
 
 @gluon.jit
-def put(tf, T_low, T_high, F_low, F_high, signal):
+def decayed_half(A, G, p, before, HALF: gl.constexpr, HALF_NUMBER: gl.constexpr):
+    kept = lower(before.slice(HALF_NUMBER * 32, 32, 1), HALF)
+    E = gl.where(kept, decay_ratios(G, HALF, HALF_NUMBER * 32, 32), 0.0)
+    P = widened(p.slice(HALF_NUMBER * 32, 32, 1).load(HALF))
+    return narrowed(widened(A) * E), narrowed(P * E)
+
+
+@gluon.jit
+def put(tf, T_and_F, signal):
     """T beside F, where products find them."""
+    T_low, T_high, F_low, F_high = T_and_F
     tf.slice(0, 32, 1).store(T_low)
     tf.slice(32, 32, 1).store(T_high)
     tf.slice(64, 32, 1).store(F_low)

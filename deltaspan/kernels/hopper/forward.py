@@ -28,14 +28,15 @@ products.
 """
 
 import math
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.gluon import (
     Tilings,
     add,
     barrier,
-    exp2,
     fence_async_shared,
     gl,
     gluon,
@@ -48,6 +49,7 @@ from deltaspan.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from deltaspan.kernels.hopper.instructions import exp2, late, mask, masked, masked_or, widened
 from deltaspan.kernels.hopper.prep import Prepared
 
 # Three stages fill the shared memory. A walk holds S in 64 registers, U, Q and O in 32 each, and operands; with fewer
@@ -60,21 +62,22 @@ HALF = gl.constexpr(64)  # of V, a warpgroup's share
 NOTHING = gl.constexpr(-155.0)  # 2^-149 is the smallest fp32 number, a state of 32 then too
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["given"])  # nothing but a bound: it would only be compiled again
 def forward_kernel(
-    q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, state_tiles, o, entry, exit, broken, reach, lengths, segments,
-    NC, scale, scale_log2, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr, L2NORM: gl.constexpr,
-    HALVES: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, EXIT: gl.constexpr, STAGES: gl.constexpr,
-    CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, state_tiles, o, entry, nothing, exit, broken, reach, lengths,
+    segments, given, NC, scale, scale_log2, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr,
+    L2NORM: gl.constexpr, HALVES: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, EXIT: gl.constexpr,
+    STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles (descriptors): q, k [T, H * 128], v [T, HV * 128] by [64, 128], v by [64, 64] with HALVES; A
     [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; o [T, HV * 128] by [64, 64]; states
     [NC * HV * 128, 128] by [64, 128], the rows V and the columns K, touched with STATES only.
 
-    o [T, HV, 128] bf16; entry [S, HV, K, V] fp32, of which APART heads lie from one segment to the next; exit
-    [n, HV, K, V] fp32; broken [H, NC] int32; reach [HV, NC] fp32; segments [n, 5] int32: first token, end, first chunk,
-    place in entry and, with EXIT, in exit. Programs: segments, then heads, then with HALVES those of V. Without OUTPUT
-    neither q nor o is touched, and lengths [H, NC, 2, 64] fp32 only with L2NORM.
+    o [T, HV, 128] bf16; entry [given, HV, K, V] fp32, of which APART heads lie from one row to the next; nothing
+    [K, V] fp32, zero; exit [n, HV, K, V] fp32; broken [H, NC] int32; reach [HV, NC] fp32; segments [n, 5] int32: first
+    token, end, first chunk, row of entry, from `given` on nothing, and, with EXIT, of exit. Programs: segments, then
+    heads, then with HALVES those of V. Without OUTPUT neither q nor o is touched, and lengths [H, NC, 2, 64] fp32 only
+    with L2NORM.
     """
     HV: gl.constexpr = H * GROUP
     WALKS: gl.constexpr = 1 if HALVES else 2
@@ -88,10 +91,9 @@ def forward_kernel(
     source = gl.load(segment + 3)
     target = gl.load(segment + 4)
     n = (end - begin + CHUNK - 1) // CHUNK
-    felt = 1.0
     if not OUTPUT and not STATES:
         skipped = n - chunks_felt(reach + hv.to(gl.int64) * NC + chunk, n)
-        felt = gl.where(skipped > 0, 0.0, 1.0)
+        source = gl.where(skipped > 0, given, source)
         begin = begin + skipped * CHUNK
         chunk = chunk + skipped
         n = n - skipped
@@ -124,12 +126,15 @@ def forward_kernel(
         mbarrier.init(free.index(j), count=WALKS)
 
     h = hv // GROUP
+    state = nothing
+    if source < given:
+        state = entry + (source * APART + hv).to(gl.int64) * (HEAD_DIM * HEAD_DIM)
     inverse: gl.constexpr = None
     if L2NORM:
         inverse = lengths + (h.to(gl.int64) * NC + chunk) * (2 * CHUNK)
     walking = (
-        state_tiles if STATES else o_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, outs, full, empty,
-        ready, free, begin, end, chunk * HV + hv, n, source * APART + hv, target, hv, scale, felt, first,
+        state_tiles if STATES else o_tiles, o, state, exit, qs, ks, vs, ws, xs, writes, reads, keeps, outs, full, empty,
+        ready, free, begin, end, chunk * HV + hv, n, target, hv, scale, first,
     )  # fmt: skip
     preparing = (
         qs, ks, vs, ws, gs, xs, writes, reads, keeps, full, ready, free, broken + h * NC + chunk, begin, end, n,
@@ -197,7 +202,7 @@ def prepare(given, inverse, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: 
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, ACC))
     column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, ACC))
-    low = row[:, None] >= column[None, :]
+    low = mask(row[:, None] >= column[None, :])
     token = gl.arange(0, CHUNK, layout=FLAT)
     stage = 0
     phase = 0
@@ -224,16 +229,15 @@ def prepare(given, inverse, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: 
         to_end = exp2(G.slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(1, ACC)) - G_row)
         if OUTPUT:
             P = warpgroup_mma_wait(0, deps=[P, q, k])[0]
-            p = gl.convert_layout(gl.where(low, P, 0.0).to(gl.bfloat16), LEFT)
+            p = gl.convert_layout(masked(P.to(gl.bfloat16), low), LEFT)
             W = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             W = warpgroup_mma(p, a, W, is_async=True)
             G_column = G.load(gl.SliceLayout(0, ACC))
-            # above the diagonal, where W is zero, finite is enough
-            E = exp2(gl.minimum(G_row[:, None] - G_column[None, :] + scale_log2, 120.0))
+            E = exp2((G_row + scale_log2)[:, None] - G_column[None, :])
             if L2NORM:
                 E = E * gl.load(inverse + i * (2 * CHUNK) + row)[:, None]
             W = warpgroup_mma_wait(0, deps=[W, p, a])[0]
-            w = (W * E).to(gl.bfloat16)
+            w = masked((W * E).to(gl.bfloat16), low)  # above the diagonal E may be infinite
             barrier()  # every warp has read A
             a.store(w)
         for half in gl.static_range(2):
@@ -263,9 +267,9 @@ def clear_behind(tile, held, to: gl.constexpr = 0.0):
     """Sets the rows of a tile of 64 from `held` on to zero, or to what is given, whatever stands there."""
     WIDTH: gl.constexpr = tile.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))
-    x = tile.load(WIDE)
-    tile.store(gl.where((row < held)[:, None], x, gl.full([CHUNK, WIDTH], to, gl.bfloat16, WIDE)))
+    kept = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))) < held
+    filling = gl.where(kept, 0.0, to).to(gl.bfloat16)
+    tile.store(masked_or(tile.load(WIDE), mask(kept)[:, None], filling[:, None]))
 
 
 @gluon.jit
@@ -275,8 +279,8 @@ def walk(
 ):  # fmt: skip
     """The chain over 64 of the channels of V, from HELD on of those in shared memory, which begin with `first`."""
     (
-        out_tiles, o, entry, exit, qs, ks, vs, ws, xs, writes, reads, keeps, outs, full, empty, ready, free, begin, end,
-        row, n, source, target, hv, scale, felt, first,
+        out_tiles, o, state, exit, qs, ks, vs, ws, xs, writes, reads, keeps, outs, full, empty, ready, free, begin, end,
+        row, n, target, hv, scale, first,
     ) = given  # fmt: skip
     first = first + HELD
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -286,9 +290,7 @@ def walk(
     value = gl.arange(0, HALF, layout=gl.SliceLayout(1, STATE))
     key = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
     size = HEAD_DIM * HEAD_DIM
-    S = gl.load(entry + source.to(gl.int64) * size + key[None, :] * HEAD_DIM + (first + value)[:, None])
-    if not OUTPUT and not STATES:
-        S = gl.where(felt > 0.0, S, 0.0)
+    S = gl.load(state + key[None, :] * HEAD_DIM + (first + value)[:, None])
     stage = 0
     phase = 0
     for i in range(n):
@@ -317,7 +319,7 @@ def walk(
         if OUTPUT:
             read = reads.index(b).load(gl.SliceLayout(0, ACC))
         gamma = keeps.index(b).slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, STATE))
-        R = (v.to(gl.float32) - written[None, :] * U).to(gl.bfloat16)
+        R = (widened(v) - written[None, :] * U).to(gl.bfloat16)
         S = S * gamma[None, :]
         r = gl.convert_layout(R, STATE_LEFT)
         if OUTPUT:
@@ -345,12 +347,6 @@ def walk(
         channel = first + late(value)
         gl.store(exit + (target * HV + hv).to(gl.int64) * size + key[None, :] * HEAD_DIM + channel[:, None], S)
     store_wait(0)
-
-
-@gluon.jit
-def late(index):
-    """Itself, by way of the assembler, so that no address made of it is kept in registers all along a walk."""
-    return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [index], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -393,7 +389,7 @@ def forward(
     *, output: bool = True, states: bool = False, exits: bool = True, halves: bool = False,
     tilings: Tilings | None = None, found: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16, rows of any pitch; entry [S, HV, K, V] fp32,
+    """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16, rows of any pitch; entry [E, HV, K, V] fp32,
     or those heads of more; segments as the kernel has them; programs on halves of V or on all of it; raw q and k if
     `made` is of such. Returns o like v, dense, the exit states [n, HV, K, V], and, in place of o, the state at the
     start of every chunk [NC, HV, V, K] bf16, transposed; None of what is not asked for.
@@ -417,15 +413,21 @@ def forward(
             forward_kernel, (n * HV * (1 + halves),), shared.rows(q), shared.rows(k),
             shared.rows(v, 64 if halves else 128), A_tiles, shared.of(G, 64, 1, 64),
             tiles(o, HV * 128, 64, 64) if output else A_tiles, tiles(written, 128, 64, 128) if states else A_tiles, o,
-            entry, exit, broken, reach, lengths, segments, NC, scale, math.log2(scale), H=H, GROUP=HV // H,
-            APART=heads_apart(entry), L2NORM=lengths is not None, HALVES=halves, OUTPUT=output, STATES=states,
-            EXIT=exits, num_warps=4, **LAUNCH,
+            entry, no_state(entry.device), exit, broken, reach, lengths, segments, entry.shape[0], NC, scale,
+            math.log2(scale), H=H, GROUP=HV // H, APART=heads_apart(entry), L2NORM=lengths is not None, HALVES=halves,
+            OUTPUT=output, STATES=states, EXIT=exits, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return (o if output else None), (exit if exits else None), written
 
 
+@lru_cache
+def no_state(device: torch.device) -> Tensor:
+    """What every head of a run without a given state starts from."""
+    return torch.zeros(128, 128, device=device)
+
+
 def heads_apart(states: Tensor) -> int:
-    """How many heads lie from one segment to the next in states [S, HV, 128, 128], dense but for that."""
+    """How many heads lie from one row to the next in states [E, HV, 128, 128], dense but for that."""
     pitch, *inner = states.stride()
     assert inner == [128 * 128, 128, 1]
     return pitch // (128 * 128)

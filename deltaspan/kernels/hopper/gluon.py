@@ -3,10 +3,12 @@
 Written for Gluon as Triton 3.6 to 3.9 have it, an interface that Triton calls experimental.
 """
 
+from collections.abc import Callable
 from copy import copy
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from inspect import getclosurevars, isfunction, signature
-from typing import Any
+from operator import attrgetter, itemgetter, or_
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,43 +35,6 @@ store_wait = tma.store_wait
 
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 COMPILED_WITH = {"enable_fp_fusion": True}  # said in every launch, since Triton 3.10 changes what is assumed
-
-
-@gluon.jit
-def exp2(x):
-    """2^x in fp32, where the library's own leaves a branch for every element."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def reciprocal(x):
-    """1 / x in fp32 to a unit of the last place, in one instruction; zero where it would be subnormal."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def rounded_sum(x, y):
-    """x + y in fp32, of a product that is rounded before: not in one operation with it."""
-    return gl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=r,r,r", [x, y], gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def narrowed(x):
-    """x in bf16, and not in fp32 beside it: the compiler would keep both in registers."""
-    x = x.to(gl.bfloat16)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.bfloat16, is_pure=False, pack=2)
-
-
-@gluon.jit
-def scaled(x, by):
-    """x in bf16 times what is in fp32, rounded once or as good as: two instructions for two numbers. `by` comes in two
-    bf16 parts, and what the smaller one adds is rounded to 2^-9 of 2^-9."""
-    high = by.to(gl.bfloat16)
-    low = (by - high.to(gl.float32)).to(gl.bfloat16)
-    return gl.inline_asm_elementwise(
-        "mul.rn.bf16x2 $0, $1, $3; fma.rn.bf16x2 $0, $1, $2, $0;", "=&r,r,r,r", [x, high, low], gl.bfloat16,
-        is_pure=True, pack=2,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -103,17 +68,23 @@ def row_tiles(x: Tensor, width: int = 128) -> Tiles:
     return Tiles(x, [T, heads * D], [x.stride(0), 1], [64, width], default_layout((64, width), x.dtype))
 
 
-class Tilings(dict[tuple, tuple[Tensor, Tiles]]):
+class Tilings(dict[tuple, Tiles]):
     """The tiles of one tape's tensors: launches that read the same ones share what is made of them.
 
-    By the tensor's id, which is nobody else's while it is held here.
+    By the tensor's id, which is nobody else's while its tiles are held here.
     """
 
     def of(self, x: Tensor, row: int, *block: int) -> Tiles:
-        return (self.get(key := (id(x), row, block)) or self.setdefault(key, (x, tiles(x, row, *block))))[1]
+        key = id(x), row, block
+        if (held := self.get(key)) is None:
+            held = self[key] = tiles(x, row, *block)
+        return held
 
     def rows(self, x: Tensor, width: int = 128) -> Tiles:
-        return (self.get(key := (id(x), width)) or self.setdefault(key, (x, row_tiles(x, width))))[1]
+        key = id(x), width
+        if (held := self.get(key)) is None:
+            held = self[key] = row_tiles(x, width)
+        return held
 
 
 def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> None:
@@ -121,29 +92,46 @@ def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: i
 
     Triton finds the compiled kernel anew in each call, by all that it might depend on. Here that is what our kernels
     are told apart by: types and alignments of tensors, None in place of one, what Triton distinguishes of integers, and
-    constants.
+    constants. Descriptors come first.
     """
-    passed = [(last := x).data_ptr() if isinstance(x, Tensor) else x for x in arguments]  # pointers as numbers
-    device = last.device
+    kinds = tuple(map(type, arguments))
+    where = _where(kinds)
+    tensors = where.tensors(arguments)
+    device, pointers = tensors[0].device, [*map(Tensor.data_ptr, tensors)]
     if device.type != "cpu" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(kernel, programs, *arguments, num_warps=num_warps, **constants)
         return
-    kinds = [
-        (_kind_of_integer(x) if type(x) is int else type(x))
-        if x is given
-        else (x.dtype if given % 16 == 0 else (x.dtype,))
-        for x, given in zip(arguments, passed, strict=True)
-    ]
-    key = id(kernel), device, *constants.values(), *kinds
+    aligned = reduce(or_, pointers) % 16 == 0 or tuple([pointer % 16 == 0 for pointer in pointers])
+    integers = [_kind_of_integer(arguments[place]) for place in where.integers]
+    key = id(kernel), device, kinds, aligned, *map(_dtype_of, tensors), *integers, *constants.values()
     if (ready := _READY.get(key)) is None:
         compiled = kernel.warmup(*arguments, grid=programs, num_warps=num_warps, **constants, **COMPILED_WITH)
         last = [constants[name] for name in kernel.arg_names[len(arguments) :]]
         ready = _READY[key] = Ready(kernel, compiled, last)
-    ready((*programs, 1, 1)[:3], device.index, arguments, passed)
+    ready((*programs, 1, 1)[:3], device.index, arguments, where, pointers)
 
 
 _READY: dict[tuple, "Ready"] = {}
+_dtype_of = attrgetter("dtype")
+
+
+class Where(NamedTuple):
+    """What stands where among arguments of such types."""
+
+    descriptors: int  # how many, in front of all else
+    places: tuple[int, ...]  # of tensors, two at least
+    tensors: Callable[[tuple], tuple[Tensor, ...]]
+    integers: tuple[int, ...]  # places
+
+
+@lru_cache
+def _where(kinds: tuple[type, ...]) -> Where:
+    descriptors = [issubclass(kind, TensorDescriptor) for kind in kinds]
+    assert descriptors == sorted(descriptors, reverse=True), "descriptors come first"
+    places = [place for place, kind in enumerate(kinds) if issubclass(kind, Tensor)]
+    integers = [place for place, kind in enumerate(kinds) if kind is int]
+    return Where(sum(descriptors), tuple(places), itemgetter(*places), tuple(integers))
 
 
 @lru_cache(maxsize=4096)
@@ -164,15 +152,21 @@ class Ready:
         self.compiled, self.constants = compiled, constants
         self.run = self._inner() if hasattr(compiled, "run") else None  # the emulator has none
 
-    def __call__(self, grid: tuple[int, ...], device: int | None, arguments: tuple, passed: list[Any]) -> None:
+    def __call__(
+        self, grid: tuple[int, ...], device: int | None, arguments: tuple, where: Where, pointers: list[int]
+    ) -> None:
         if self.run is None or _hooked():
             self.compiled[grid](*arguments, *self.constants)
             return
-        for place, how in self.descriptors:
-            x = arguments[place]
+        passed = [*arguments]
+        for place, pointer in zip(where.places, pointers, strict=True):
+            passed[place] = pointer
+        encoded: list[Any] = []
+        for x, how in zip(arguments, self.descriptors, strict=False):
             if x.passed is None:
                 x.passed = self.encode(x, how)
-            passed[place : place + 1] = x.passed
+            encoded += x.passed
+        passed[: where.descriptors] = encoded
         self.run(*grid, self.stream(device), self.function, self.metadata, None, None, None, *passed, *self.constants)
 
     def _inner(self) -> Any:
@@ -190,7 +184,7 @@ class Ready:
             run.launch = within.get("launcher")
         if len(how) != len(places) or not callable(run.launch):
             return None
-        self.descriptors = list(zip(places, how, strict=True))[::-1]  # the last first, so that places hold
+        self.descriptors = how
         more = list(signature(make_tensordesc_arg).parameters)[2:]  # one after Triton 3.6, which needs no value
         self.encode = partial(make_tensordesc_arg, **dict.fromkeys(more)) if more else make_tensordesc_arg
         self.stream = triton.runtime.driver.active.get_current_stream
@@ -210,7 +204,6 @@ __all__ = [
     "add",
     "barrier",
     "default_layout",
-    "exp2",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -218,10 +211,7 @@ __all__ = [
     "load_tile",
     "mbarrier",
     "mma_v2",
-    "narrowed",
-    "reciprocal",
     "row_tiles",
-    "scaled",
     "store_tile",
     "store_wait",
     "tiles",

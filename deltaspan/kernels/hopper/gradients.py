@@ -17,6 +17,9 @@ dg is the torch tier's sum, in fp32: nothing large cancels where decay is strong
 x1, x2 and x3 are formed, <x1_i, q_i> = scale a_i <(Q S)_i, dO_i> and so on, so that these go straight into dq and dk:
 rows are scaled in the left operands. Sums over l < j are products with a matrix of ones, of M in two bf16 terms.
 
+In shared memory P and K K^T lie times the scale, and so M comes times it: F = E o P then, and a scale of E, in its
+exponent, is that of dP.
+
 A value head comes in two panels of 64 of V's channels, each a unit: v, dO and the rows of S^T and D^T for them. Four
 partitions: one warpgroup makes U and dR of a unit; one T and F, which serve both panels, dP, dq and dg; one <D, S>, Y,
 dk and dbeta; one warp loads. Each product runs into one accumulator in the order of value heads and panels, so bits do
@@ -25,6 +28,8 @@ not depend on how many programs share the chunks.
 Rows of q, k, v and dO behind a fragment's end are set to zero in shared memory before anything is computed from them. A
 key that breaks the promise of unit keys turns dO into NaN from its row on: dq from there, dk and dv of the whole chunk.
 """
+
+from math import log2
 
 from torch import Tensor
 
@@ -38,27 +43,28 @@ from deltaspan.kernels.hopper.chunk import (
     lower,
     put,
     row_products,
+    store_place,
     store_rows,
     strictly_lower,
     sums_before,
 )
-from deltaspan.kernels.hopper.forward import clear_behind, late
+from deltaspan.kernels.hopper.forward import clear_behind
 from deltaspan.kernels.hopper.gluon import (
+    Tilings,
     barrier,
-    exp2,
     fence_async_shared,
     gl,
     gluon,
     launch,
     load_tile,
     mbarrier,
-    narrowed,
     row_tiles,
-    scaled,
+    store_wait,
     tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from deltaspan.kernels.hopper.instructions import exp2, late, narrowed, scaled, widened
 from deltaspan.kernels.hopper.prep import Prepared, away_from_zero
 
 # `of_keys` and `of_queries` each hold dk or dq in 64 registers, Y or dP in 32 and a left operand in 16; `update` two
@@ -83,12 +89,12 @@ ITEM_FULL, ITEM_LEFT, SCORED, DECAYED, DP_MADE, Y_MADE = map(gl.constexpr, range
 
 @gluon.jit
 def gradients_kernel(
-    q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, A, G, beta, broken, chunks, dq, dk, dv, dg, dbeta, items, NC,
-    scale, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr, KEY_REGISTERS: gl.constexpr,
-    QUERY_REGISTERS: gl.constexpr,
+    q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, dv_tiles, A, G, beta, broken, chunks, dq, dk, dv, dg, dbeta,
+    items, NC, scale, exponent, unscaled, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr,
+    KEY_REGISTERS: gl.constexpr, QUERY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles (descriptors): q, k [T, H * 128] by [64, 128]; v, do [T, HV * 128] by [64, 64]; S, D [NC * HV * 128, 128]
-    by [64, 128], the rows V and the columns K.
+    """Tiles (descriptors): q, k [T, H * 128] by [64, 128]; v, do, dv [T, HV * 128] by [64, 64]; S, D
+    [NC * HV * 128, 128] by [64, 128], the rows V and the columns K. exponent = log2(scale), unscaled = 1 / scale.
 
     A [HV, NC, 64, 64] bf16; G [HV, NC, 64] fp32; beta [T, HV] fp32 or bf16; broken [H, NC] and chunks [NC, 2] int32
     as prep has them; dq, dk [T, H, 128], dv [T, HV, 128] bf16; dg, dbeta [T, HV] fp32, these and beta part of rows of
@@ -98,7 +104,7 @@ def gradients_kernel(
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.bfloat16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # few allocations with many places: what partitions are handed takes shared memory, of which 68 bytes are left
+    # few allocations with many places: what partitions are handed takes shared memory, of which 52 bytes are left
     wide = gl.allocate_shared_memory(gl.bfloat16, [3, CHUNK, HEAD_DIM], k_tiles.layout)
     square = gl.allocate_shared_memory(gl.bfloat16, [4, CHUNK, CHUNK], SQUARE)
     vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, PANEL], v_tiles.layout)  # V, then R, dU, dR; and Y
@@ -122,9 +128,9 @@ def gradients_kernel(
     barrier()
 
     places = wide, square, vs, dos, states, costates, rows, sums, signals
-    updating = G, broken, chunks, dv, items, NC, scale
-    querying = A, G, chunks, dq, dg, items, NC, scale
-    keying = beta, chunks, dk, dbeta, items
+    updating = G, broken, chunks, items, NC, scale
+    querying = A, G, chunks, dq, dg, items, NC, scale, exponent, unscaled
+    keying = beta, chunks, dv_tiles, dv, dk, dbeta, items, unscaled
     loading = q_tiles, k_tiles, v_tiles, do_tiles, S_tiles, D_tiles, chunks, items
     gl.warp_specialize(
         [
@@ -174,12 +180,10 @@ def load(places, given, H: gl.constexpr, GROUP: gl.constexpr):
 def update(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr):
     """U and dR of every unit, and of a token's inner products those that they take part in."""
     wide, square, vs, dos, states, costates, rows, _, signals = places
-    G, broken, chunks, dv, items, NC, scale = given
+    G, broken, chunks, items, NC, scale = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, CHUNK, layout=ROW)
-    HV_APART: gl.constexpr = APART * GROUP
     read = gl.zeros([CHUNK], gl.float32, ROW)
     kappa = gl.zeros([CHUNK], gl.float32, ROW)
     error = gl.zeros([CHUNK], gl.float32, ROW)
@@ -190,10 +194,8 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.conste
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         c = item // H
         h = item % H
-        token = gl.load(chunks + 2 * c)
         held = gl.load(chunks + 2 * c + 1)
         first_broken = gl.load(broken + h * NC + c)
-        to = dv + (token.to(gl.int64) * HV_APART + h * GROUP) * HEAD_DIM
         at = (h * GROUP * NC + c) * CHUNK + row  # 32 bits do for the tokens of all heads
         mbarrier.wait(signals.index(ITEM_FULL), turn & 1)
         if held < CHUNK:  # another partition sets what is behind to zero
@@ -228,11 +230,10 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.conste
             QS = warpgroup_mma(q, state.permute((1, 0)), zero, is_async=True)
             KS, QS = warpgroup_mma_wait(0, deps=[KS, QS])
             a = exp2(G_row)
-            of_panel = gl.sum(QS * do.load(ACC).to(gl.float32), 1) * (a * scale)
-            read = of_panel + gl.where(panel == 0, 0.0, read)
+            read = gl.sum(QS * widened(do.load(ACC)), 1) * (a * scale) + gl.where(panel == 0, 0.0, read)
             KS = KS * a[:, None]
             seen = narrowed(KS)
-            narrow = narrowed(v.load(ACC).to(gl.float32) - KS)
+            narrow = narrowed(widened(v.load(ACC)) - KS)
             v.store(narrow)
             fence_async_shared()
             barrier()
@@ -249,23 +250,18 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.conste
             v.store(dU.to(gl.bfloat16))
             fence_async_shared()
             barrier()
-            dR = warpgroup_mma(t.permute((1, 0)), v, zero, is_async=True)
-            dR = warpgroup_mma_wait(0, deps=[dR])
+            dR = warpgroup_mma_wait(0, deps=[warpgroup_mma(t.permute((1, 0)), v, zero, is_async=True)])
             barrier()  # every warp's product has read dU
             v.store(dR.to(gl.bfloat16))
-            read = read - gl.sum(dR * seen.to(gl.float32), 1)
-            error = gl.sum(dR * narrow.to(gl.float32), 1) + gl.where(panel == 0, 0.0, error)
+            read = read - gl.sum(dR * widened(seen), 1)
+            error = gl.sum(dR * widened(narrow), 1) + gl.where(panel == 0, 0.0, error)
             if panel == 1:
                 rows.index(READ).store(read)
                 rows.index(KAPPA).store(kappa)
                 rows.index(ERROR).store(error)
             fence_async_shared()
             barrier()
-            written = v.load(WIDE)
-            fence_async_shared()  # as for dk
-            barrier()  # others may write there
             mbarrier.arrive(signals.index(MADE + panel), count=1)
-            store_rows(to + unit * PANEL, written, held, HV_APART * HEAD_DIM, WIDE)
             head = head + panel
             stage, phase = following(stage, phase, STAGES)
         mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
@@ -276,7 +272,7 @@ def update(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.conste
 def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr):
     """P and K K^T of every item, T and F of every head; dP, dq and dg."""
     wide, square, vs, dos, states, _, rows, sums, signals = places
-    A, G, chunks, dq, dg, items, NC, scale = given
+    A, G, chunks, dq, dg, items, NC, scale, exponent, unscaled = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -299,7 +295,7 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.co
         here = in_place(turn)
         q = wide.index(OF_Q + here)
         k = wide.index(OF_K + here)
-        A_low, A_high = halves_of_A(A + first * (CHUNK * CHUNK), HALF)
+        halves = halves_of_A(A + first * (CHUNK * CHUNK), HALF)
         rows.index(third).store(gl.load(G + first * CHUNK + late(gl.arange(0, CHUNK, layout=LINE))))
         mbarrier.wait(signals.index(ITEM_FULL), turn & 1)
         if held < CHUNK:
@@ -311,19 +307,20 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.co
         P = warpgroup_mma(q, k.permute((1, 0)), zero, is_async=True)
         KK = warpgroup_mma(k, k.permute((1, 0)), zero, is_async=True)
         P, KK = warpgroup_mma_wait(0, deps=[P, KK])
-        square.index(OF_P + here).store(gl.where(lower(square.index(ONES + here), ACC), P, KK).to(gl.bfloat16))
+        square.index(OF_P + here).store(
+            (gl.where(lower(square.index(ONES + here), ACC), P, KK) * scale).to(gl.bfloat16)
+        )
         barrier()
         mbarrier.arrive(signals.index(SCORED), count=1)
         p = square.index(OF_P + here)
         before = square.index(ONES + here)
-        T_low, F_low = decayed(A_low, rows.index(third), p, before, scale, HALF, 0)
-        T_high, F_high = decayed(A_high, rows.index(third), p, before, scale, HALF, 1)
-        put(wide.index(OF_TF + here), T_low, T_high, F_low, F_high, signals.index(DECAYED))
+        made = decayed(halves, rows.index(third), p, before, HALF)
+        put(wide.index(OF_TF + here), made, signals.index(DECAYED))
         out = gl.zeros([CHUNK, HEAD_DIM], gl.float32, OUT)
         for e in range(GROUP + in_place(item)):  # Triton 3.6 cannot compile a loop of one round
             here = in_place(head)
             at = first + gl.minimum(e + 1, GROUP - 1) * NC
-            A_low, A_high = halves_of_A(A + at * (CHUNK * CHUNK), HALF)
+            halves = halves_of_A(A + at * (CHUNK * CHUNK), HALF)
             G_line = gl.load(G + at * CHUNK + late(gl.arange(0, CHUNK, layout=LINE)))
             dP = gl.zeros([CHUNK, CHUNK], gl.float32, ACC)
             for panel in gl.static_range(2):
@@ -338,32 +335,34 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.co
                         barrier()
                         p = square.index(OF_P + here)
                         before = square.index(ONES + here)
-                        T_low, F_low = decayed(A_low, ahead, p, before, scale, HALF, 0)
-                        T_high, F_high = decayed(A_high, ahead, p, before, scale, HALF, 1)
+                        made = decayed(halves, ahead, p, before, HALF)
                         mbarrier.wait(signals.index(MADE + 1), head & 1)
-                        put(wide.index(OF_TF + here), T_low, T_high, F_low, F_high, signals.index(DECAYED))
+                        put(wide.index(OF_TF + here), made, signals.index(DECAYED))
                     mbarrier.wait(signals.index(MADE + 1), head & 1)
                 lessened = scaled(do.load(LEFT), read[:, None])
                 dP = warpgroup_mma(do, square.index(OF_U + here + panel).permute((1, 0)), dP, is_async=True)
                 out = warpgroup_mma(lessened, states.index(stage), out, is_async=True)
                 dP, out, lessened = warpgroup_mma_wait(0, deps=[dP, out, lessened])
                 if panel == 1:
-                    E = decay_ratios(rows.index(third), ACC) * scale
+                    E = decay_ratios(rows.index(third), ACC, more=exponent)
                     dP = gl.where(lower(square.index(ONES + here), ACC), dP * E, 0.0)
                     barrier()  # every warp has read dO
                     do.store(dP.to(gl.bfloat16))
                     fence_async_shared()
                     barrier()
                     mbarrier.arrive(signals.index(DP_MADE), count=1)
-                    M = dP * square.index(OF_P + here).load(ACC).to(gl.float32)
-                    out = warpgroup_mma(do, wide.index(OF_K + here), out, is_async=True)
-                    out = warpgroup_mma_wait(0, deps=[out])
+                    M = dP * widened(square.index(OF_P + here).load(ACC))
+                    out = warpgroup_mma_wait(0, deps=[warpgroup_mma(do, wide.index(OF_K + here), out, is_async=True)])
+                    if e + 1 == GROUP:  # what follows reads neither q nor k, and the next item's are on their way
+                        fence_async_shared()  # of loads it is the same as for dk
+                        barrier()
+                        mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
                     mbarrier.wait(signals.index(Y_MADE), head & 1)
-                    KK = square.index(OF_P + here).permute((1, 0)).load(ACC).to(gl.float32)
-                    M = sums_before(M + vs.index(stage).load(ACC).to(gl.float32) * KK, square.index(ONES + here), ACC)
+                    KK = widened(square.index(OF_P + here).permute((1, 0)).load(ACC))
+                    M = sums_before(M + widened(vs.index(stage).load(ACC)) * KK, square.index(ONES + here), ACC)
                     passed = rows.index(ERROR).load(gl.SliceLayout(1, ACC))
-                    of_token = rows.index(READ).load(gl.SliceLayout(1, ACC)) + passed
-                    kappa = rows.index(KAPPA).load(gl.SliceLayout(1, ACC)) + passed
+                    of_token = (rows.index(READ).load(gl.SliceLayout(1, ACC)) + passed) * scale
+                    kappa = (rows.index(KAPPA).load(gl.SliceLayout(1, ACC)) + passed) * scale
                     M = gl.where(lower(square.index(ONES + here), ACC), M + of_token[:, None], kappa[:, None])
                     sums.store(gl.sum(gl.reshape(M, [4, 16, CHUNK]), 1))
                 barrier()
@@ -374,10 +373,9 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.co
             total = gl.sum(sums.load(FLAT), 0)
             index = late(later)
             at = (token + index).to(gl.int64) * HV_APART + h * GROUP + e
-            gl.store(dg + at, total, mask=index < held)
+            gl.store(dg + at, total * unscaled, mask=index < held)
             head = head + 1
             third = gl.where(third == 2, 0, third + 1)
-        mbarrier.arrive(signals.index(ITEM_LEFT), count=1)
         store_rows(
             dq + (token.to(gl.int64) * APART + h) * HEAD_DIM, by_rows(wide.index(OF_TF + here), out, WIDE), held,
             APART * HEAD_DIM, WIDE,
@@ -390,7 +388,7 @@ def of_queries(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.co
 def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr):
     """<D, S> and Y, which `of_queries` adds to dg, dk and dbeta."""
     wide, square, vs, dos, states, costates, rows, _, signals = places
-    beta, chunks, dk, dbeta, items = given
+    beta, chunks, dv_tiles, dv, dk, dbeta, items, unscaled = given
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -422,6 +420,7 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.const
                 mbarrier.wait(signals.index(FULL + stage), phase)
                 passed = passed + row_products(states.index(stage), costates.index(stage), TILE)
                 mbarrier.wait(signals.index(MADE + panel), head & 1)
+                store_place(dv_tiles, dv, v, token, held, hv * HEAD_DIM + panel * PANEL, HV_APART * HEAD_DIM)
                 if panel == 0:
                     G_left = decay.load(gl.SliceLayout(1, LEFT))
                     taken = -exp2(G_left)
@@ -437,14 +436,15 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.const
                     E = decay_ratios(decay, ACC)
                     Y = gl.where(strictly_lower(square.index(ONES + here), ACC), -Y * E, 0.0)
                     error = rows.index(ERROR).load(gl.SliceLayout(1, ACC))
-                    barrier()  # every warp has read that and dR
+                    store_wait(0)
+                    barrier()  # every warp has read that and dR, and so has the copy engine
                     rows.index(ERROR).store(passed * exp2(end.load(gl.SliceLayout(1, TILE))))
                     narrow = narrowed(Y)
                     v.store(narrow)
                     fence_async_shared()
                     barrier()
                     mbarrier.arrive(signals.index(Y_MADE), count=1)
-                    error += gl.sum(Y * square.index(OF_P + here).permute((1, 0)).load(ACC).to(gl.float32), 1)
+                    error += gl.sum(Y * widened(square.index(OF_P + here).permute((1, 0)).load(ACC)), 1) * unscaled
                     index = late(row)
                     at = (token + index).to(gl.int64) * HV_APART + hv
                     strength = gl.load(beta + at, mask=index < held, other=1.0).to(gl.float32)
@@ -454,6 +454,8 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.const
                     out = warpgroup_mma(both, k, out, is_async=True)
                     out = warpgroup_mma(dos.index(stage).permute((1, 0)), wide.index(OF_Q + here), out, is_async=True)
                     out, both = warpgroup_mma_wait(0, deps=[out, both])
+                else:
+                    store_wait(0)
                 barrier()
                 mbarrier.arrive(signals.index(USED + panel), count=1)
                 if e + panel < GROUP:  # of the last unit dk goes out by way of D's place
@@ -472,26 +474,27 @@ def of_keys(places, given, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.const
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, do: Tensor, made: Prepared, states: Tensor, costates: Tensor,
-    chunks: Tensor, scale: float, found: tuple[Tensor, ...], *, programs: int,
+    chunks: Tensor, scale: float, found: tuple[Tensor, ...], *, programs: int, tilings: Tilings | None = None,
 ) -> None:  # fmt: skip
     """Launches the kernel; ready q, k [T, H, 128], v, do [T, HV, 128] bf16, rows of any pitch; beta [T, HV] fp32 or
     bf16; the state at every chunk's start and its adjoint at every chunk's end [NC, HV, V, K] bf16; chunks [NC, 2]
-    int32. programs: at most so many, as many as run at once.
+    int32. programs: at most so many, as many as run at once. tilings: as for the forward.
 
     found: where dq, dk [T, H, 128], dv [T, HV, 128] bf16 and dg, dbeta [T, HV] fp32 go to, like beta whole tensors or
     views of the same heads of larger ones. Nothing is written for tokens outside all chunks.
     """
-    (_, H, D), HV, NC = k.shape, v.shape[1], len(chunks)
+    (_, H, D), HV, NC = k.shape, v.shape[1], chunks.shape[0]
     A, G, broken, _, lengths = made
     assert lengths is None, "the gradients take ready q and k"
-    apart = found[0].stride(0) // D
-    group = HV // H
+    apart, group = found[0].stride(0) // D, HV // H
     assert [x.stride() for x in (*found, beta)] == [
         *[(heads * D, D, 1) for heads in (apart, apart, apart * group)], *[(apart * group, 1)] * 3
     ]  # fmt: skip
     if NC:
+        shared = Tilings() if tilings is None else tilings
         launch(
-            gradients_kernel, (min(programs, NC * H),), row_tiles(q), row_tiles(k), row_tiles(v, 64), row_tiles(do, 64),
-            tiles(states, 128, 64, 128), tiles(costates, 128, 64, 128), A, G, beta, broken, chunks, *found, NC * H, NC,
-            scale, H=H, GROUP=group, APART=apart, num_warps=4, **LAUNCH,
+            gradients_kernel, (min(programs, NC * H),), shared.rows(q), shared.rows(k), shared.rows(v, 64),
+            shared.rows(do, 64), tiles(states, 128, 64, 128), tiles(costates, 128, 64, 128), row_tiles(found[2], 64), A,
+            G, beta, broken, chunks, *found, NC * H, NC, scale, log2(scale), 1.0 / scale, H=H, GROUP=group,
+            APART=apart, num_warps=4, **LAUNCH,
         )  # fmt: skip

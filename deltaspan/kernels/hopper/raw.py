@@ -8,7 +8,8 @@ In fp32 by the device's approximate exponential, reciprocal and root, each right
 logarithm is not: near 1 it is right to 2^-22 of 1, where g = -1e-5 needs as much of itself. So log1p is an odd series.
 """
 
-from deltaspan.kernels.hopper.gluon import exp2, gl, gluon, reciprocal
+from deltaspan.kernels.hopper.gluon import gl, gluon
+from deltaspan.kernels.hopper.instructions import exp2, reciprocal
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 EPSILON = gl.constexpr(1e-6)  # flash-linear-attention's

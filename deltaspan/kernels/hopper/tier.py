@@ -79,7 +79,7 @@ class Tape(NamedTuple):
 class Entered(NamedTuple):
     """From what the backward walks: what it reads of the states is made there."""
 
-    entry: Tensor  # [S, HV, 128, 128] fp32
+    entry: Tensor  # [E, HV, 128, 128] fp32
     ahead: Tensor | None = None  # S at every chunk's start [NC, heads, V, K] bf16 of the first slab of a backward
 
 
@@ -117,8 +117,10 @@ def walk(
     tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True, begun: tuple | None = None
 ) -> tuple[Tensor | None, Tensor | None, Entered]:
     """Walks every run from its true entry state as far as anybody reads what comes of it: o [T, HV, 128], exit states
-    like entry. `begun`: what walks of other runs gave; the result has theirs too."""
-    o, exit = (None, entry.new_empty(entry.shape) if exits else None) if begun is None else begun[:2]
+    [count, HV, 128, 128]. `begun`: what walks of other runs gave; the result has theirs too."""
+    o, exit, _ = (None, None, None) if begun is None else begun
+    if exit is None and exits:
+        exit = entry.new_empty(runs.count, *entry.shape[1:])
     if output or exits:
         o, exit, _ = _walked(tape, runs, entry, output=output, exits=exits, found=(o, exit))
     if o is not None and begun is None:
@@ -145,14 +147,14 @@ def adjoint_prep(tape: Tape, do: Tensor) -> Adjoint:
 
 
 def adjoint_summary(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> Tensor:
-    """The adjoint [n, HV, 128, 128] of each run's entry state, for the adjoint `leaving` [S, HV, 128, 128] of its exit
+    """The adjoint [n, HV, 128, 128] of each run's entry state, for the adjoint `leaving` [E, HV, 128, 128] of its exit
     state."""
     entering, _ = _walked_back(adjoint, runs, leaving, states=False)
     return entering
 
 
 def adjoint_walk(adjoint: Adjoint, runs: Runs, leaving: Tensor, found: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Walks every run back from the true adjoint [S, HV, 128, 128] of its exit state to that of its entry state, which
+    """Walks every run back from the true adjoint [E, HV, 128, 128] of its exit state to that of its entry state, which
     goes to `found` if given; with D at the end of every chunk [NC, HV, V, K] bf16."""
     return _walked_back(adjoint, runs, leaving, states=True, found=found)
 
@@ -162,18 +164,18 @@ def gradients(adjoint: Adjoint, states: Tensor, costates: Tensor, found: tuple[T
     start and D at its end, to where `found` has places for them."""
     t = adjoint.tape
     operands = t.q, t.k, t.v, t.beta, adjoint.do, t.made, states, costates, t.grid.table, t.scale
-    of_chunks(*operands, found, programs=_multiprocessors(t.q.device))
+    of_chunks(*operands, found, programs=_multiprocessors(t.q.device), tilings=t.tilings)
 
 
 def walk_ahead(adjoint: Adjoint, runs: Runs, states: Entered) -> Entered:
     """What `pull_back` takes as states, with what of its work needs no adjoint: of the first slab."""
     n = _slabs_for(adjoint, runs)
-    slab, entry = (adjoint, states.entry) if n == 1 else next(_slabs_of(n, adjoint, (states.entry,), ()))[:2]
+    slab, entry = (adjoint, states.entry) if n == 1 else next(_slabs_of(n, adjoint, (), (states.entry,)))
     return states._replace(ahead=chunk_states(slab.tape, _side_by_side(runs, entry), entry))
 
 
 def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) -> tuple[Tensor | None, ...]:
-    """The adjoint of entry states [S, HV, 128, 128]; dq, dk [T, H, 128], dv [T, HV, 128] bf16, dg, dbeta [T, HV] fp32,
+    """The adjoint of entry states [n, HV, 128, 128]; dq, dk [T, H, 128], dv [T, HV, 128] bf16, dg, dbeta [T, HV] fp32,
     dA_log and ddt_bias [HV] fp32 or None, of the operands as they were given. By slabs of key heads, with the same bits
     for any."""
     t, raw = adjoint.tape, adjoint.raw
@@ -181,12 +183,12 @@ def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) ->
     found = dq, dk, dv, dg, dbeta = (
         *(x.new_empty(x.shape) for x in (t.q, t.k, t.v)), *(leaving.new_empty(t.beta.shape) for _ in range(2)),
     )  # fmt: skip
-    entering = leaving.new_empty(leaving.shape)
-    of_states, ahead = (states.entry, leaving, entering), states.ahead
+    entering = leaving.new_empty(runs.table.shape[0], *leaving.shape[1:])
+    of_heads, ahead = (states.entry, leaving, entering, *found[2:]), states.ahead
     del states
-    slabs = [(adjoint, *of_states, found)] if n == 1 else _slabs_of(n, adjoint, of_states, found)
+    slabs = [(adjoint, dq, dk, *of_heads)] if n == 1 else _slabs_of(n, adjoint, found[:2], of_heads)
     for slab in slabs:
-        _pull_back(slab[0], runs, *slab[1:], ahead)
+        _pull_back(runs, ahead, *slab)
         ahead = None
     _clear_behind(t.grid, *found)
     if raw.l2norm:
@@ -234,35 +236,34 @@ def _slabs_for(adjoint: Adjoint, runs: Runs) -> int:
 
 
 def _slabs_of(
-    n: int, adjoint: Adjoint, states: tuple[Tensor, ...], found: tuple[Tensor, ...]
+    n: int, adjoint: Adjoint, of_keys: tuple[Tensor, ...], of_values: tuple[Tensor, ...]
 ) -> Iterator[tuple[Any, ...]]:
-    """An adjoint, states [S, HV, 128, 128] and gradients by n slabs of key heads and their value heads, as views."""
-    t, of_keys, of_values = adjoint.tape, found[:2], found[2:]
+    """An adjoint by n slabs of key heads and their value heads, as views, and in its order what else has such heads in
+    its second axis."""
+    t = adjoint.tape
     H, group = t.q.shape[1], t.v.shape[1] // t.q.shape[1]
     keys = [(i + 1) * H // n - i * H // n for i in range(n)]
     values = [count * group for count in keys]
     split = torch.Tensor.split_with_sizes
     by_key = [split(x, keys, 1) for x in (t.q, t.k, *of_keys)]
-    by_value = [split(x, values, 1) for x in (t.v, t.g, t.beta, adjoint.do, *states, *of_values)]
-    made = *(split(x, values) for x in t.made[:2]), split(t.made.broken, keys), split(t.made.reach, values)
-    for (q, k, *of_keys), (v, g, beta, do, *of_heads), of_slab in zip(
-        zip(*by_key, strict=True), zip(*by_value, strict=True), zip(*made, strict=True), strict=True
-    ):
-        tape = Tape(q, k, v, g, beta, Prepared(*of_slab), t.grid, t.scale, t.raw, Tilings())
-        n = len(states)
-        yield adjoint._replace(tape=tape, do=do), *of_heads[:n], (*of_keys, *of_heads[n:])
+    by_value = [split(x, values, 1) for x in (t.v, t.g, t.beta, adjoint.do, *of_values)]
+    made = split(t.made.A, values), split(t.made.G, values), split(t.made.broken, keys), split(t.made.reach, values)
+    slabs = zip(*made, *by_key[:2], *by_value[:4], *by_key[2:], *by_value[4:], strict=True)
+    for A, G, broken, reach, q, k, v, g, beta, do, *more in slabs:
+        tape = Tape(q, k, v, g, beta, Prepared(A, G, broken, reach), t.grid, t.scale, t.raw, Tilings())
+        yield Adjoint(tape, do, *adjoint[2:]), *more
 
 
 def _pull_back(
-    adjoint: Adjoint, runs: Runs, entry: Tensor, leaving: Tensor, entering: Tensor, found: tuple[Tensor, ...],
-    ahead: Tensor | None,
+    runs: Runs, ahead: Tensor | None, adjoint: Adjoint, dq: Tensor, dk: Tensor, entry: Tensor, leaving: Tensor,
+    entering: Tensor, dv: Tensor, dg: Tensor, dbeta: Tensor,
 ) -> None:  # fmt: skip
     """Of one slab, or of all heads: the adjoint of entry states and gradients to where they are found. ahead: states
     that are there already."""
     runs = _side_by_side(runs, leaving)
     states = chunk_states(adjoint.tape, runs, entry) if ahead is None else ahead
     _, costates = adjoint_walk(adjoint, runs, leaving, entering)
-    gradients(adjoint, states, costates, found)
+    gradients(adjoint, states, costates, (dq, dk, dv, dg, dbeta))
 
 
 def _side_by_side(runs: Runs, states: Tensor) -> Runs:
@@ -295,7 +296,7 @@ def _walked_back(
     adjoint: Adjoint, runs: Runs, leaving: Tensor, *, states: bool, found: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     tape = adjoint.tape
-    operands = tape.q, tape.k, adjoint.do, tape.made, leaving, runs.table, tape.scale
+    operands = tape.q, tape.k, adjoint.do, tape.made, leaving, runs.back, tape.scale
     return walked_back(*operands, states=states, halves=runs.halves, tilings=tape.tilings, found=found)
 
 

@@ -29,17 +29,16 @@ from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind
 from deltaspan.kernels.hopper.gluon import (
     Tilings,
     barrier,
-    exp2,
     fence_async_shared,
     gl,
     gluon,
     launch,
     load_tile,
     mbarrier,
-    rounded_sum,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from deltaspan.kernels.hopper.instructions import exp2, rounded_sum
 from deltaspan.kernels.hopper.prep import Prepared
 
 # A walk holds M^T in 64 registers, and then both halves of it in 32 each and M^T K^T in 32, or a product in 64 and the

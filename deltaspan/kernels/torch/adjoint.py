@@ -12,6 +12,7 @@ from torch import Tensor
 from deltaspan.kernels.stages import Runs
 from deltaspan.kernels.torch.chunks import full_precision, to_chunks
 from deltaspan.kernels.torch.prep import Tape
+from deltaspan.kernels.torch.walk import taken
 
 
 class Adjoint(NamedTuple):
@@ -38,7 +39,7 @@ def adjoint_prep(tape: Tape, do: Tensor) -> Adjoint:
 
 @full_precision()
 def adjoint_summary(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> Tensor:
-    """The adjoint [n, HV, K, V] of each run's entry state, for the adjoint `leaving` [S, HV, K, V] of its exit state.
+    """The adjoint [n, HV, K, V] of each run's entry state, for the adjoint `leaving` [E, HV, K, V] of its exit state.
 
     The map is affine with the forward's M transposed: M^T (what is added to `leaving`) + the result.
     """
@@ -47,14 +48,14 @@ def adjoint_summary(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> Tensor:
 
 @full_precision()
 def adjoint_walk(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> tuple[Tensor, Costates]:
-    """Walks every run back from the true adjoint [n, HV, K, V] of its exit state to that of its entry state."""
+    """Walks every run back from the true adjoint [E, HV, K, V] of its exit state to that of its entry state."""
     chunks = adjoint.do.shape[0]
     costates = Costates(leaving.new_empty(chunks, *leaving.shape[1:]), adjoint.do.new_empty(adjoint.do.shape))
     return _walk_back(adjoint, runs, leaving, costates), costates
 
 
 def _walk_back(adjoint: Adjoint, runs: Runs, leaving: Tensor, costates: Costates | None) -> Tensor:
-    tape, D = adjoint.tape, leaving[runs.slots]
+    tape, D = adjoint.tape, taken(leaving, runs.leavings)
     for step, n in enumerate(runs.active):
         c = runs.last[:n] - step
         dU = tape.rk[c] @ D[:n] + adjoint.inner[c]

@@ -51,10 +51,15 @@ def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) ->
     return composed, None if b is None else passed[..., K:].contiguous()
 
 
+def taken(states: Tensor, rows: Tensor) -> Tensor:
+    """Rows of states [E, HV, K, V], zero from E on."""
+    return pad(states, (0, 0) * 3 + (0, 1))[rows.clamp(max=len(states))]
+
+
 @full_precision()
 def exit_states(tape: Tape, runs: Runs, entry: Tensor) -> Tensor:
-    """The exit state of each run from `entry` [S, HV, K, V], [n, HV, K, V]."""
-    state = entry[runs.slots]
+    """The exit state of each run from `entry` [E, HV, K, V], [n, HV, K, V]."""
+    state = taken(entry, runs.entries)
     for step, n in enumerate(runs.active):
         c = runs.first[:n] + step
         state[:n] = tape.gamma[c] * state[:n] + tape.rk[c].mT @ (tape.u[c] - tape.w[c] @ state[:n])
@@ -76,15 +81,15 @@ def transfer(tape: Tape, runs: Runs) -> Tensor:
 def walk(
     tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True, begun: tuple | None = None
 ) -> tuple[Tensor | None, Tensor, States]:
-    """Walks every run from its true entry state [S, HV, K, V]: o [T, HV, V] in v's type, exit states like entry, and
-    the tape of states. `begun`: what walks of other runs gave; the result has theirs too.
+    """Walks every run from its true entry state [E, HV, K, V]: o [T, HV, V] in v's type, exit states, and the tape of
+    states. `begun`: what walks of other runs gave; the result has theirs too.
 
     Without `output` o is not computed; exit states cost nothing here, wanted or not.
     """
-    state = entry[runs.slots]
+    state = taken(entry, runs.entries)
     if begun is None:
-        places = entry.new_empty(tape.gamma.shape[0], *entry.shape[1:])
-        exit, made = entry.new_empty(entry.shape), States(places, torch.empty_like(tape.u))
+        exit, places = (entry.new_empty(n, *entry.shape[1:]) for n in (runs.count, tape.gamma.shape[0]))
+        made = States(places, torch.empty_like(tape.u))
     else:
         _, exit, made = begun
     states, update = made
@@ -93,7 +98,7 @@ def walk(
         states[c] = state[:n]
         update[c] = U = tape.u[c] - tape.w[c] @ state[:n]
         state[:n] = tape.gamma[c] * state[:n] + tape.rk[c].mT @ U
-    exit[runs.slots] = state
+    exit[runs.order] = state
     if not output:
         return None, exit, made
     o = tape.read @ states + (tape.scale * tape.decay * tape.qk) @ update  # of all: what is not walked yet comes again
