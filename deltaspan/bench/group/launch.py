@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401 - imported late, by what it needs, it holds the group of that time for ever
+import torch.distributed.nn  # or a checkpoint imports it later, and defaults of its functions hold the group for ever
 from torch import Tensor
 
 from deltaspan.verify.processes import stay_on_this_machine

@@ -80,7 +80,7 @@ class Entered(NamedTuple):
     """From what the backward walks: what it reads of the states is made there."""
 
     entry: Tensor  # [E, HV, 128, 128] fp32
-    ahead: Tensor | None = None  # S at every chunk's start [NC, heads, V, K] bf16 of the first slab of a backward
+    ahead: list[Tensor] | None = None  # S of the first slab's chunks [NC, heads, V, K] bf16, until it is read
 
 
 class Adjoint(NamedTuple):
@@ -171,7 +171,7 @@ def walk_ahead(adjoint: Adjoint, runs: Runs, states: Entered) -> Entered:
     """What `pull_back` takes as states, with what of its work needs no adjoint: of the first slab."""
     n = _slabs_for(adjoint, runs)
     slab, entry = (adjoint, states.entry) if n == 1 else next(_slabs_of(n, adjoint, (), (states.entry,)))
-    return states._replace(ahead=chunk_states(slab.tape, _side_by_side(runs, entry), entry))
+    return states._replace(ahead=[chunk_states(slab.tape, _side_by_side(runs, entry), entry)])
 
 
 def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) -> tuple[Tensor | None, ...]:
@@ -184,9 +184,9 @@ def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) ->
         *(x.new_empty(x.shape) for x in (t.q, t.k, t.v)), *(leaving.new_empty(t.beta.shape) for _ in range(2)),
     )  # fmt: skip
     entering = leaving.new_empty(runs.table.shape[0], *leaving.shape[1:])
-    of_heads, ahead = (states.entry, leaving, entering, *found[2:]), states.ahead
-    del states
-    slabs = [(adjoint, dq, dk, *of_heads)] if n == 1 else _slabs_of(n, adjoint, found[:2], of_heads)
+    of_heads = states.entry, leaving, entering, dv, dg, dbeta
+    ahead = states.ahead.pop() if states.ahead else None  # the caller's hold would outlast the first slab
+    slabs = [(adjoint, dq, dk, *of_heads)] if n == 1 else _slabs_of(n, adjoint, (dq, dk), of_heads)
     for slab in slabs:
         _pull_back(runs, ahead, *slab)
         ahead = None
