@@ -76,7 +76,9 @@ def _notes(row: Row) -> Iterator[str]:
     if row["control"] and not row["steady"]:
         yield "unsteady: control " + " / ".join(_number(ratio, 3) for ratio in row["control"].values())
     if row["layout"] != "local":
-        yield f"all ranks simulated, slowest {row['slowest_rank']}, wire not counted"
+        wire = row["wire_ms"]
+        told = "not counted" if wire is None else f"not counted, {wire:.3f} ms of a step by the model"
+        yield f"all ranks simulated, slowest {row['slowest_rank']}, wire {told}"
 
 
 def _opening(record: Mapping[str, Any]) -> list[str]:
@@ -97,5 +99,5 @@ def _legend(record: Mapping[str, Any], phases: Sequence[str]) -> list[str]:
         "interleaved, the L2 cache not flushed. MiB: allocated at its peak above its inputs, deltaspan first.",
         f"Every side that is timed was within {record['bound']:.0e} of float64 in all that it was timed for",
         "(relative RMS; first and last key head with their value heads). A row is unsteady if our side, timed twice,",
-        "differs from itself by more than 1 %. No row counts the wire: there is no model of it yet.",
+        "differs from itself by more than 1 %. No time counts the wire.",
     ]

@@ -13,13 +13,13 @@ import torch
 import deltaspan as ds
 from deltaspan.bench import facts
 from deltaspan.bench.check import BOUND, Truth, objection
-from deltaspan.bench.operands import DECAYS, Operands, draw
+from deltaspan.bench.operands import DECAYS, HEAD_DIM, Operands, draw
 from deltaspan.bench.peers import Peer, first_line, peers_by_name
 from deltaspan.bench.shards import LOCAL_SHARDS, Shard, local_shard, shards_of_packs
 from deltaspan.bench.sides import Deltaspan, Side, TimedGroup
 from deltaspan.bench.timing import FEWEST_SAMPLES, Phases, Samples, Stopwatch, interleave, is_steady, peak_mib
 from deltaspan.op.context import default_rule, multiprocessors
-from deltaspan.plan import plan_segments
+from deltaspan.plan import plan_segments, wire_time
 
 CONTROL = "control"  # our side once more
 LARGEST_SEED = (1 << 63) - 1  # that a generator takes
@@ -130,7 +130,7 @@ class Bench:
             "layout": shard.layout,
             "slowest_rank": slowest,
             **own,
-            "wire_ms": None,
+            **self._wire(shard),
             "peers": found,
             "name": shard.name,
             "cut_by": shard.cut_by,
@@ -141,6 +141,13 @@ class Bench:
             "steady": bool(control) and all(map(is_steady, control.values())),
             "ok": all(side["off"] is None for side in (own, *found.values())),
         }
+
+    def _wire(self, shard: Shard) -> dict[str, float | None]:
+        """What a model says of the exchanges, which are in no time: a step's recompute exchanges again."""
+        if shard.is_local:
+            return {"wire_ms": None, "forward_wire_ms": None}
+        of = wire_time(shard.part, HV=self.request.heads[1], K=HEAD_DIM, V=HEAD_DIM, exchange="all_to_all")
+        return {"wire_ms": _rounded(2 * of.forward + of.backward), "forward_wire_ms": _rounded(of.forward)}
 
     def _times(
         self, calls: Mapping[str, Callable[[], object]], watched: Callable[..., Phases], stopwatch: Stopwatch

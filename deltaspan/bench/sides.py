@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import deltaspan as ds
 from deltaspan.bench.operands import Operands, Results
 from deltaspan.bench.timing import Phases, Stopwatch
-from deltaspan.exchange import Program, SimulatedGroup
+from deltaspan.exchange import Program, SimulatedGroup, one_by_one
 
 
 class Side(Protocol):
@@ -31,6 +32,8 @@ class Side(Protocol):
 class TimedGroup(SimulatedGroup):
     """A simulated group that marks when each rank computes. What moves between ranks falls between the marks."""
 
+    beside = False  # ranks run one after another, so that nothing does anything meanwhile
+
     def __init__(self, world_size: int, stopwatch: Stopwatch) -> None:
         super().__init__(world_size)
         self._stopwatch = stopwatch
@@ -38,7 +41,7 @@ class TimedGroup(SimulatedGroup):
 
     def run(self, programs: Sequence[Program]) -> list[Any]:
         first = len(self._phases)
-        return super().run([self._timed(program, first) for program in programs])
+        return super().run([self._timed(one_by_one(program), first) for program in programs])
 
     def _timed(self, program: Program, phase: int) -> Generator:
         """The same program; ranks run one after another, so that each phase's marks are in the order of ranks."""
@@ -65,12 +68,18 @@ class TimedGroup(SimulatedGroup):
 
 
 class Deltaspan:
-    """This package on a context: its operands and results are tensors, or lists of shards where ranks are simulated."""
+    """This package on a context: its operands and results are tensors, or lists of shards where ranks are simulated.
+
+    exchange: by which states cross. handle: whether a step's recompute asks for nothing, by a `RecomputeHandle`.
+    """
 
     name, phases = "deltaspan", ("forward", "step")
 
-    def __init__(self, ctx: ds.Context, backend: str = "auto") -> None:
-        self.ctx, self.backend = ctx, backend
+    def __init__(
+        self, ctx: ds.Context, backend: str = "auto", exchange: str = "all_to_all", handle: bool = False
+    ) -> None:
+        self.ctx, self.handle = ctx, handle
+        self.options = {"backend": backend, "exchange": exchange}
 
     def forward(self, x: Operands) -> Tensor:
         with torch.no_grad():
@@ -78,14 +87,15 @@ class Deltaspan:
 
     def step(self, x: Operands) -> Results:
         leaves = [_leaf(t) for t in x[:5]]
-        o = checkpoint(self._rule, *leaves, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
+        rule = partial(self._rule, recompute_handle=ds.RecomputeHandle() if self.handle else None)
+        o = checkpoint(rule, *leaves, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
         if self.ctx.rank is not None:
             return Results(o.detach(), *torch.autograd.grad(o, leaves, x.do))
         flat = iter(torch.autograd.grad(o, [shard for shards in leaves for shard in shards], x.do))
         return Results([shard.detach() for shard in o], *([next(flat) for _ in shards] for shards in leaves))
 
-    def _rule(self, *operands: Tensor) -> Tensor:
-        o, _ = ds.chunk_gated_delta_rule(*operands, self.ctx, backend=self.backend)
+    def _rule(self, *operands: Tensor, recompute_handle: ds.RecomputeHandle | None = None) -> Tensor:
+        o, _ = ds.chunk_gated_delta_rule(*operands, self.ctx, recompute_handle=recompute_handle, **self.options)
         return o
 
     def sharded(self, x: Operands) -> Operands:

@@ -30,6 +30,8 @@ GRADIENT_BOUND = 2e-5
 LOSS_BOUND = 1e-4
 JUDGED_STEPS = 20
 
+LAUNCHED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # by which torchrun and srun tell how many they started
+
 Advance = Callable[[str, int, int], None]
 Gradients = dict[str, np.ndarray]
 
@@ -70,8 +72,14 @@ def prepare(settings: DemoSettings, device: str | None = None, documents: list[D
         documents: the text; None for the sources of Python's standard library.
 
     Raises:
-        ValueError: an unknown layout or device, a count below 1, or no documents of fitting lengths.
+        ValueError: an unknown layout or device, a count below 1, no documents of fitting lengths, or a process that
+            torchrun or srun started beside others: each would start ranks of its own.
     """
+    if others := [name for name in LAUNCHED if int(os.environ.get(name) or 1) > 1]:
+        raise ValueError(
+            f"ranks are started by the demo itself, and {others[0]} is {os.environ[others[0]]}: start it once, without "
+            "torchrun or srun"
+        )
     placement = place(settings.ranks, device)
     packs = text_packs(library_documents() if documents is None else documents, settings.steps, settings.capacity)
     return DemoRun(

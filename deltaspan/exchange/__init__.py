@@ -4,7 +4,7 @@ A rank's work is a program: a generator that yields each collective it takes par
 The same program runs on a real process group, one rank a process, and on a simulated group, all ranks in lockstep.
 """
 
-from deltaspan.exchange.collectives import AllGather, AllToAll, PeerToPeer, Program
+from deltaspan.exchange.collectives import AllGather, AllToAll, Beside, PeerToPeer, Program, one_by_one
 from deltaspan.exchange.compose import Affine
 from deltaspan.exchange.halo import HaloRoute, fetch_rows
 from deltaspan.exchange.joints import Folded, fold, spread
@@ -20,6 +20,7 @@ __all__ = [
     "Affine",
     "AllGather",
     "AllToAll",
+    "Beside",
     "Folded",
     "HaloRoute",
     "Hop",
@@ -34,6 +35,7 @@ __all__ = [
     "fetch_rows",
     "fold",
     "gather_tokens",
+    "one_by_one",
     "scatter_gradient",
     "spread",
     "transport",

@@ -1,8 +1,8 @@
 """The collectives a program may ask for. Each names itself, so that an error can say where a group broke apart."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -54,5 +54,42 @@ def describe(asked: Collective) -> str:
     return f"{type(asked).__name__} {asked.name!r} of {rows}{asked.about and ', ' + asked.about}"
 
 
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """Asks for a program to be run beside what the asking one does next. Yielded, it gives an `Ongoing`.
+
+    Every rank of a group asks alike, also one that has nothing to do meanwhile.
+    """
+
+    program: Callable[..., "Program"]
+    operands: tuple[Any, ...]
+    worth: bool  # whether there is something to do meanwhile
+
+
+@dataclass(frozen=True, eq=False)
+class Ongoing:
+    """Yielded, it gives the result of what was asked for `Beside`, which is waited for."""
+
+    result: Any
+    operands: tuple[Any, ...] = ()  # which live as long as they may be read
+    end: Any = None  # the mark of a device's stream behind which the result stands; None: it is there
+
+
 Result = TypeVar("Result")
-Program: TypeAlias = Generator[Collective, Tensor, Result]
+Program: TypeAlias = Generator[Collective | Beside | Ongoing, Any, Result]
+
+
+def one_by_one(program: Program[Result]) -> Program[Result]:
+    """The same program for a group that does nothing beside anything else: it yields collectives alone."""
+    arrived = None
+    while True:
+        try:
+            asked = program.send(arrived)
+        except StopIteration as end:
+            return end.value
+        if isinstance(asked, Beside):
+            arrived = Ongoing((yield from asked.program(*asked.operands)))
+        elif isinstance(asked, Ongoing):
+            arrived = asked.result
+        else:
+            arrived = yield asked

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -46,20 +47,31 @@ class _Book:
     )  # what was under way when a call failed; memory that gloo may still use
 
 
-_books: dict[str, tuple[dist.ProcessGroup, _Book]] = {}  # by the group's name, which a later group may bear again
+_books: WeakKeyDictionary[dist.ProcessGroup, _Book] = WeakKeyDictionary()
+
+
+def held_loosely(group: dist.ProcessGroup) -> Callable[[], dist.ProcessGroup]:
+    """The group as long as torch has it. Who held one that was destroyed to the end of the process, as a context in a
+    script does, would have gloo's threads abort there."""
+    reference = ref(group)
+
+    def held() -> dist.ProcessGroup:
+        group = reference()
+        if group is None:
+            raise RuntimeError("the process group of this context was destroyed")
+        return group
+
+    return held
 
 
 class Mail:
     """One rank's letters to and from the others of its group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group = held_loosely(group)
         self.rank = dist.get_rank(group)
         self.peers = [peer for peer in range(dist.get_world_size(group)) if peer != self.rank]
-        known, self.book = _books.get(group.group_name, (None, _Book()))
-        if known is not group:
-            self.book = _Book()
-            _books[group.group_name] = group, self.book
+        self.book = _books.setdefault(group, _Book())
 
     def begin(self) -> None:
         """Begins a call in which all ranks take part: what an earlier one left as it failed is not its own."""
@@ -72,6 +84,7 @@ class Mail:
         Raises:
             PeerFailed: a peer that did not come within the group's timeout, failed, or asks for something else.
         """
+        self.group()  # of one that was destroyed no peer is the culprit
         if isinstance(asked, AllGather):
             outgoing, expected = [send] * len(asked.counts), [count * size for count in asked.counts]
         else:
@@ -152,7 +165,7 @@ class Mail:
 
     def _post(self, operation: Callable, x: Tensor, tag: int, peer: int) -> dist.Work | str:
         try:
-            return operation(x, None, self.group, tag, peer)
+            return operation(x, None, self.group(), tag, peer)
         except RuntimeError as error:
             return str(error).splitlines()[0]
 

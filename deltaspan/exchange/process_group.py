@@ -1,29 +1,32 @@
 """One rank of a real process group, over NCCL or gloo."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deltaspan.exchange.collectives import AllGather, Collective, PeerToPeer, Program
-from deltaspan.exchange.mail import Mail, PeerFailed
+from deltaspan.exchange.collectives import AllGather, Beside, Collective, Ongoing, PeerToPeer, Program, one_by_one
+from deltaspan.exchange.mail import Mail, PeerFailed, held_loosely
 
 
 class ProcessGroup:
     """Runs this process's program on a torch.distributed group, one collective after another.
 
     Tensors whose backend is gloo travel as mail from rank to rank, which names the rank that a failure came from; those
-    of GPUs go through host memory then: slow, but right wherever ranks share a GPU. All others use NCCL's collectives.
+    of GPUs go through host memory then: slow, but right wherever ranks share a GPU. All others use NCCL's collectives,
+    and what a program asks for beside its own work has a stream of its own.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group = held_loosely(group)
         self.world_size = dist.get_world_size(group)
         self.ranks = (dist.get_rank(group),)
         self._backends = dist.get_backend_config(group)
         self._mail = Mail(group)
+        self.beside = self.default_device().type == "cuda"
 
     def default_device(self) -> torch.device:
         """Where its ranks' operands are expected: the current CUDA device, the CPU if there is none or gloo alone."""
@@ -38,18 +41,43 @@ class ProcessGroup:
                 something else.
         """
         (program,) = programs
+        return [self._to_its_end(program if self.beside else one_by_one(program))]
+
+    def _to_its_end(self, program: Program) -> Any:
         arrived = None
         while True:
             try:
                 asked = program.send(arrived)
             except StopIteration as end:
-                return [end.value]
-            try:
-                arrived = self._carry_out(asked)
-            except PeerFailed:
-                raise
-            except RuntimeError as error:
-                raise RuntimeError(f"rank {self.ranks[0]}: collective {asked.name!r} failed: {error}") from error
+                return end.value
+            match asked:
+                case Beside():
+                    arrived = self._start(asked)
+                case Ongoing():
+                    arrived = self._finish(asked)
+                case _:
+                    arrived = self._named(asked)
+
+    def _start(self, asked: Beside) -> Ongoing:
+        """The host goes through the whole program at once, for nothing in it waits for the device.
+
+        What it reads is held until it has been waited for. What it allocates belongs to the stream beside, whose next
+        user waits for the stream that reads it now.
+        """
+        program = asked.program(*asked.operands)
+        device = next((x.device for x in asked.operands if isinstance(x, Tensor)), None)
+        if not asked.worth or device is None or device.type != "cuda":
+            return Ongoing(self._to_its_end(program))
+        stream = _stream_beside(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            result = self._to_its_end(program)
+        return Ongoing(result, asked.operands, stream.record_event())
+
+    def _finish(self, ongoing: Ongoing) -> Any:
+        if ongoing.end is not None:
+            torch.cuda.current_stream(ongoing.end.device).wait_event(ongoing.end)
+        return ongoing.result
 
     def begin(self) -> None:
         """Marks the begin of a call in which all ranks take part."""
@@ -59,6 +87,14 @@ class ProcessGroup:
         """Tells the other ranks, who would wait for this one, that it raised. Only gloo's mail can."""
         if f"{device.type}:gloo" in self._backends:
             self._mail.announce(error)
+
+    def _named(self, asked: Collective) -> Tensor:
+        try:
+            return self._carry_out(asked)
+        except PeerFailed:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {self.ranks[0]}: collective {asked.name!r} failed: {error}") from error
 
     def _carry_out(self, asked: Collective) -> Tensor:
         # Rows travel as bytes: every backend moves those, whatever element types it knows.
@@ -75,7 +111,7 @@ class ProcessGroup:
             if isinstance(asked, PeerToPeer):
                 self._peer_to_peer(received, send, *splits)
             else:
-                dist.all_to_all_single(received, send, *splits, group=self.group)
+                dist.all_to_all_single(received, send, *splits, group=self.group())
         return received.view(asked.send.dtype).view(asked.arriving, *row)
 
     def _peer_to_peer(self, received: Tensor, send: Tensor, recv_bytes: list[int], send_bytes: list[int]) -> None:
@@ -83,7 +119,7 @@ class ProcessGroup:
         here = self.ranks[0]
         incoming[here].copy_(outgoing[here])
         operations = [
-            dist.P2POp(operation, block, group=self.group, group_peer=peer)
+            dist.P2POp(operation, block, group=self.group(), group_peer=peer)
             for operation, blocks in ((dist.isend, outgoing), (dist.irecv, incoming))
             for peer, block in enumerate(blocks)
             if peer != here and block.numel()
@@ -95,5 +131,11 @@ class ProcessGroup:
         padded = send.new_zeros(max(asked.counts) * size)
         padded[: len(send)] = send
         rows = [torch.empty_like(padded) for _ in asked.counts]
-        dist.all_gather(rows, padded, group=self.group)
+        dist.all_gather(rows, padded, group=self.group())
         return torch.cat([row[: count * size] for row, count in zip(rows, asked.counts, strict=True)])
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all groups and contexts, so that the memory of one serves the next. What is ready on it goes first."""
+    return torch.cuda.Stream(device, priority=-1)

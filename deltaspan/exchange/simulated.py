@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltaspan.exchange.collectives import AllGather, AllToAll, Collective, Program, describe
+from deltaspan.exchange.collectives import AllGather, AllToAll, Collective, Program, describe, one_by_one
 
 
 class SimulatedGroup:
@@ -14,6 +14,8 @@ class SimulatedGroup:
 
     With it the operands and results of every call are lists of `world_size` shards.
     """
+
+    beside = True  # nothing is gained here, but work is divided as on real ranks
 
     def __init__(self, world_size: int) -> None:
         if not isinstance(world_size, int) or isinstance(world_size, bool):
@@ -43,6 +45,7 @@ class SimulatedGroup:
             RuntimeError: ranks that ask for different collectives, or do not agree on what one sends another.
         """
         arrived: list[Tensor | None] = [None] * self.world_size
+        programs = [*map(one_by_one, programs)]
         while True:
             asked, results = [], []
             for program, value in zip(programs, arrived, strict=True):

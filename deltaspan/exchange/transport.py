@@ -16,6 +16,7 @@ class Transport(Protocol):
 
     world_size: int
     ranks: tuple[int, ...]
+    beside: bool  # whether work is divided so that some is done while states cross
 
     def default_device(self) -> torch.device:
         """Where the operands of its ranks are expected."""

@@ -12,12 +12,14 @@ from zero, so nobody has to make zeros, or one tensor of all runs' states.
         entry [E, HV, K, V] -> b [n, HV, K, V]
     M = transfer(tape, runs)
         M [n, HV, K, K]: of entry + X the exit state is M X + b
-    o, exit, states = walk(tape, runs, entry, output=, exits=)
-        entry [E, HV, K, V] -> o [T, HV, V] or None, exit [n, HV, K, V] (if anybody reads them); states: for pull_back()
+    o, exit, states = walk(tape, runs, entry, output=, exits=, begun=)
+        entry [E, HV, K, V] -> o [T, HV, V] or None, exit [count, HV, K, V] (if anybody reads them); states: for
+        pull_back(); begun: the three as a walk of other runs gave them, which this one adds to
     adjoint = adjoint_prep(tape, do)
         do [T, HV, V]
     d = adjoint_summary(adjoint, runs, leaving)
         leaving [E, HV, K, V], the adjoint of the exit state -> d [n, HV, K, V], the adjoint of the entry state
+    states = walk_ahead(adjoint, runs, states)      with such work of pull_back() as needs no adjoint, for who waits
     entering, dq, dk, dv, dg, dbeta, dA_log, ddt_bias = pull_back(adjoint, runs, states, leaving)
         leaving [E, HV, K, V] -> entering [n, HV, K, V]; gradients like the operands, the last two [HV] or None
 
@@ -72,6 +74,7 @@ class Runs(NamedTuple):
     table: Tensor  # [n, 5] int32: first token, end, first chunk, entry's row, number as in `order`; in walking order
     back: Tensor  # [n, 5] int32, the same for the way back: with the row of leaving
     active: tuple[int, ...]  # by step, how many still have a chunk
+    count: int  # how many segments the caller counts: n, or more where others are walked apart
     halves: bool  # whether they end sooner on each half of V's channels side by side, with the same bits
 
 

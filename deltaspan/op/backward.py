@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from deltaspan.exchange import Program, carry_adjoints, fold, spread
+from deltaspan.exchange import Beside, Program, carry_adjoints, fold, spread
 from deltaspan.op.context import Context
-from deltaspan.op.forward import common, enter, prepare, raw, scale, stages
+from deltaspan.op.forward import arrive, common, prepare, raw, scale, set_out, stages
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
 from deltaspan.op.packed import into_one_row
@@ -55,7 +55,9 @@ def backward_program(
         tape, states = prepare(tier, view, x, options), None
     if states is None:
         if saved is None:
-            entry, saved = yield from enter(tier, ctx, view, cut, x, options, tape)
+            underway = yield from set_out(tier, view, cut, x, options, tape, beside=False)
+            entry, saved = yield from arrive(tier, ctx, view, cut, x, options, underway)
+            del underway
         else:
             entry = joined(saved.entry, start_states(cut, x))
         _, _, states = tier.walk(tape, cut.every, entry, output=False, exits=False)
@@ -69,10 +71,14 @@ def backward_program(
     if cut.linked:
         d = tier.adjoint_summary(adjoint, cut.entered, final)
         folded = fold(tier, cut.backward, maps.mT, d)
-        sent = kept, whole, folded.last_offsets
-        del maps, kept, whole, d
-        arrived = yield from carry_adjoints(options.exchange, view.seams, tier, *sent, common(view, x, options))
-        del sent
+        sent = options.exchange, view.seams, tier, kept, whole, folded.last_offsets, common(view, x, options)
+        crosses = not view.seams.none
+        crossing = yield Beside(carry_adjoints, sent, crosses)
+        del maps, kept, whole, d, sent
+        if crosses:
+            states = tier.walk_ahead(adjoint, cut.every, states)
+        arrived = yield crossing
+        del crossing
         leaving = joined(spread(tier, cut.backward, folded, arrived), final)
         del folded, arrived
     entering, dq, dk, dv, dg, dbeta, *dgate = tier.pull_back(adjoint, cut.every, states, leaving)

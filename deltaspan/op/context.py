@@ -139,7 +139,7 @@ class Context:
         """A rank's segments on its device; made at the first call that wants them."""
         key = view.rank, self._segments(view.rank, hv, given), hv
         if key not in self._cuts:
-            self._cuts[key] = cut(view, *key[1:], self.sm_count)
+            self._cuts[key] = cut(view, *key[1:], self.sm_count, beside=self._transport.beside)
         return self._cuts[key]
 
     def _each(self, read: Any) -> Any:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from deltaspan.exchange import Program, carry_states, fold, spread
+from deltaspan.exchange import Beside, Folded, Program, carry_states, fold, spread
 from deltaspan.kernels import select
 from deltaspan.kernels.stages import Raw
 from deltaspan.op.context import Context
@@ -40,29 +40,59 @@ def forward_program(
     """
     cut = ctx._cut(view, x.v.shape[1], options.segments)
     tape = prepare(tier, view, x, options)
+    walked = {"output": output, "exits": options.output_final_state}
     if entered is None:
-        entry, saved = yield from enter(tier, ctx, view, cut, x, options, tape, keeps=keeps)
+        underway = yield from set_out(tier, view, cut, x, options, tape, beside=cut.early is not None)
+        begun = None if cut.early is None else tier.walk(tape, cut.early, underway.entry, **walked)
+        entry, saved = yield from arrive(tier, ctx, view, cut, x, options, underway, keeps=keeps)
+        o, exit, states = begun if cut.late is None else tier.walk(tape, cut.late, entry, begun=begun, **walked)
     else:
         entry, saved = joined(entered.entry, start_states(cut, x)), entered
-    o, exit, states = tier.walk(tape, cut.every, entry, output=output, exits=options.output_final_state)
+        o, exit, states = tier.walk(tape, cut.every, entry, **walked)
     final = final_states(view, cut, x, exit, ctx.part.num_documents) if options.output_final_state else None
     return Forward(o, final, saved, tier.keep(tape, states) if keeps else ())
 
 
-def enter(
-    tier: Any, ctx: Context, view: RankView, cut: Segments, x: Operands, options: Options, tape: Any,
+class Underway(NamedTuple):
+    """States that come to a rank."""
+
+    initial: Tensor  # [first, HV, K, V], of documents that begin here, or of none
+    maps: Tensor | None = None  # [n_through, HV, K, K]
+    folded: Folded | None = None
+    crossing: Any = None
+
+    @property
+    def entry(self) -> Tensor:
+        """As a walk of `early` segments takes states: nothing has arrived, and nothing is to arrive at those."""
+        reached = None if self.folded is None else self.folded.offsets
+        return self.initial if reached is None else joined(reached, self.initial)
+
+
+def set_out(
+    tier: Any, view: RankView, cut: Segments, x: Operands, options: Options, tape: Any, *, beside: bool
+) -> Program[Underway]:
+    """Sends what this rank's segments make of states; beside: with something to do until `arrive`."""
+    initial = start_states(cut, x)
+    if not cut.linked:
+        return Underway(initial)
+    M, b = tier.transfer(tape, cut.through), tier.exit_states(tape, cut.left, initial)
+    folded = fold(tier, cut.forward, M, b)
+    sent = options.exchange, view.seams, tier, folded.last_maps, folded.last_offsets, common(view, x, options)
+    crossing = yield Beside(carry_states, sent, beside and not view.seams.none)
+    return Underway(initial, M, folded, crossing)
+
+
+def arrive(
+    tier: Any, ctx: Context, view: RankView, cut: Segments, x: Operands, options: Options, underway: Underway,
     *, keeps: bool = True,
 ) -> Program[tuple[Tensor, Saved | None]]:  # fmt: skip
     """The true entry states as walks take them, and what the exchange's way back needs, if anybody does."""
-    initial = start_states(cut, x)
+    initial, M, folded, crossing = underway
     if not cut.linked:
         nothing = initial.new_empty(0, *initial.shape[1:])
         maps = nothing.new_empty(0, x.v.shape[1], x.k.shape[2], x.k.shape[2])
         return initial, Saved(ctx, view.rank, options, shapes(x), nothing, maps, nothing) if keeps else None
-    M, b = tier.transfer(tape, cut.through), tier.exit_states(tape, cut.left, initial)
-    folded = fold(tier, cut.forward, M, b)
-    whole = folded.last_maps, folded.last_offsets
-    arrived, kept = yield from carry_states(options.exchange, view.seams, tier, *whole, common(view, x, options))
+    arrived, kept = yield crossing
     entered = spread(tier, cut.forward, folded, arrived)
     entry = joined(entered, initial)
     return entry, Saved(ctx, view.rank, options, shapes(x), entered, cut.bridging(M), kept) if keeps else None

@@ -18,6 +18,7 @@ from deltaspan.plan import (
     passages,
     segment_table,
     walk_order,
+    walked_ahead,
 )
 
 
@@ -27,6 +28,8 @@ class Segments:
 
     count: int  # S
     every: Runs  # all segments: from states that enter them, and behind those initial ones; backwards alike
+    early: Runs | None  # those that are walked while states cross, counted as among all: from states within fragments
+    late: Runs | None  # and the others, from such as `every`
     left: Runs  # those that state leaves for another, [n_left]; these and the next ones start from initial states alone
     entered: Runs  # those that it enters from another, [n_entered]
     through: Runs  # those that it enters and leaves, [n_through]
@@ -44,17 +47,25 @@ class Segments:
         return M if M.shape[0] == self.bridges.shape[0] else M[self.bridges]
 
 
-def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:
-    """The segments of a rank that cuts each of its fragments into so many, or as many as it has chunks."""
+def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool = False) -> Segments:
+    """The segments of a rank that cuts each of its fragments into so many, or as many as it has chunks.
+
+    beside: whether some may be walked while states cross.
+    """
     part, device = view.part, view.cu_seqlens.device
     table = segment_table(part, view.rank, segments)
     doc = part.table.doc[part.rows(view.rank)][table.fragment]
     inside = np.arange(len(table.first))
     first, last = np.setdiff1d(inside, table.entered), np.setdiff1d(inside, table.left)
     known = numbers(first, table), numbers(last, table)  # before anything has come from other segments
-    rows = {"every": tuple(np.argsort(np.append(*both)) for both in ((table.entered, first), (table.left, last)))}
+    true = tuple(np.argsort(np.append(*both)) for both in ((table.entered, first), (table.left, last)))
     ways = passages(part, view.rank, table)
+    rows = {"every": true, "late": true, "early": true if ways[0].chains.steps else known}
     chosen = {"every": inside, "left": table.left, "entered": table.entered, "through": table.through}
+    ahead = walked_ahead(part, view.rank, table, hv=hv, sm_count=sm_count) if beside else inside < 0
+    divided = ahead.any() and not ahead.all()
+    if divided:
+        chosen |= {"early": inside[ahead], "late": inside[~ahead]}
     walks = {name: walk_order(table.first[which], table.count[which]) for name, which in chosen.items()}
     arrays = {
         "bridges": np.searchsorted(table.through, table.bridges),
@@ -64,31 +75,43 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int) -> Segments:
         "last_docs": doc[last],
     }
     grid = chunk_grid(part, view.rank)
-    columns = [c for name, w in walks.items() for c in _run_columns(w, chosen[name], *rows.get(name, known), grid)]
+    named = {name: which if name in rows else np.arange(len(which)) for name, which in chosen.items()}
+    columns = [
+        column
+        for name, w in walks.items()
+        for column in _run_columns(w, chosen[name], named[name], *rows.get(name, known), grid)
+    ]
     columns += [c for way in ways for c in (*columns_of(way.chains), *way[3:])]
     tensors = iter(upload(device, [*arrays.values(), *columns]))
     take = tensors.__next__
     halves = {name: in_halves(w.count.tolist(), hv, sm_count) for name, w in walks.items()}
+    indices = {name: take() for name in arrays}
+    runs = {
+        name: Runs(
+            *(take() for _ in range(6)), take().int(), take().int(), w.active,
+            len(inside) if name in rows else len(w.order), halves[name],
+        )
+        for name, w in walks.items()
+    }  # fmt: skip
+    if not divided:
+        runs |= {"early": runs["every"], "late": None} if ahead.any() else {"early": None, "late": runs["every"]}
     return Segments(
         count=len(table.first),
         linked=bool(ways[0].chains.steps) or not view.seams.none,
-        **{name: take() for name in arrays},
-        **{
-            name: Runs(*(take() for _ in range(6)), take().int(), take().int(), w.active, halves[name])
-            for name, w in walks.items()
-        },
+        **indices,
+        **runs,
         **{name: _passage(way, take) for name, way in zip(("forward", "backward"), ways, strict=True)},
     )
 
 
 def _run_columns(
-    w: WalkOrder, which: np.ndarray, entries: np.ndarray, leavings: np.ndarray, grid: ChunkGrid
+    w: WalkOrder, which: np.ndarray, named: np.ndarray, entries: np.ndarray, leavings: np.ndarray, grid: ChunkGrid
 ) -> tuple[np.ndarray, ...]:
-    """Of `Runs`, for the segments `which` in walking order, from the rows of all segments."""
-    last, given = w.first + w.count - 1, (entries[which[w.order]], leavings[which[w.order]])
+    """Of `Runs`, for the segments `which`, by the numbers that they are named by, from the rows of all segments."""
+    last, order, given = w.first + w.count - 1, named[w.order], (entries[which[w.order]], leavings[which[w.order]])
     tokens = grid.start[w.first], grid.start[last] + grid.length[last]
-    tables = (np.stack([*tokens, w.first, rows, w.order], axis=1) for rows in given)
-    return w.order, np.argsort(w.order), *given, w.first, last, *tables
+    tables = (np.stack([*tokens, w.first, rows, order], axis=1) for rows in given)
+    return order, np.argsort(w.order), *given, w.first, last, *tables
 
 
 def _passage(way: Passage[np.ndarray], take: Callable[[], Tensor]) -> Passage[Tensor]:

@@ -1,5 +1,6 @@
 """How fragments are cut into segments and chunks: data in, data out, the same on every rank."""
 
+from deltaspan.plan.ahead import walked_ahead
 from deltaspan.plan.cost import RankChunks, in_halves, lpt_makespan, rank_chunks, rank_cost, rank_walk_steps, walk_steps
 from deltaspan.plan.rules import (
     DEFAULT_RULE,
@@ -26,12 +27,14 @@ from deltaspan.plan.tables import (
     ring_hops,
     walk_order,
 )
+from deltaspan.plan.wire import NVLINK, Wire, WireTime, wire_time
 
 __all__ = [
     "CHUNK",
     "DEFAULT_RULE",
     "HOPPER_RULE",
     "MOST_SEGMENTS",
+    "NVLINK",
     "RULES",
     "Chains",
     "ChunkGrid",
@@ -40,6 +43,8 @@ __all__ = [
     "RankChunks",
     "SegmentTable",
     "WalkOrder",
+    "Wire",
+    "WireTime",
     "chain_links",
     "chains_of",
     "check_rule",
@@ -63,4 +68,6 @@ __all__ = [
     "segment_table",
     "walk_order",
     "walk_steps",
+    "walked_ahead",
+    "wire_time",
 ]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from deltaspan.plan.cost import RankChunks, lpt_makespan
 
+UNITS_PER_MS = 100_000  # times are in units of 10 ns
 SHORT = 27  # chunks; of what is shorter, under moderate decay, a summary may feel every chunk
 LEAST_MARGIN = 6  # percent of the least time under moderate decay that is given for less under slow decay
 SLOW_WEIGHT = 2  # of a time under slow decay, against one under moderate decay

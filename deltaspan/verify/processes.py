@@ -179,10 +179,14 @@ def _rank(
     dist.destroy_process_group()
 
 
-def _join_group(rank: int, world_size: int, rendezvous: Path) -> None:
+def stay_on_this_machine() -> None:
+    """Where all ranks are on this machine its own name need not resolve, nor a network be up."""
     if os.path.exists(f"/sys/class/net/{LOOPBACK}"):
-        # All ranks are on this machine: its own name need not resolve, nor a network be up.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+
+
+def _join_group(rank: int, world_size: int, rendezvous: Path) -> None:
+    stay_on_this_machine()
     dist.init_process_group(
         "gloo",
         init_method=rendezvous.as_uri(),

@@ -18,12 +18,12 @@ from deltaspan.verify.step import CONVOLUTION, PER_DOCUMENT, PER_PARAMETER, Resu
 class CaseRun:
     """A case, and what was computed for it, when it is first asked for.
 
+    device: of what is computed in this process.
     processes: what each rank returned, if its ranks are processes.
     """
 
     def __init__(self, case: Case, device: str, processes: list[Results] | RanksFailed | None = None) -> None:
-        self.case, self.processes = case, processes
-        self.device = "cpu" if case.real else device  # the processes meet over gloo
+        self.case, self.device, self.processes = case, device, processes
 
     @cached_property
     def inputs(self) -> Inputs:

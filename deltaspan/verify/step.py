@@ -29,9 +29,9 @@ def on_context(case: Case, inputs: Inputs, ctx: ds.Context) -> list[Results]:
     return [_on_cpu(op | conv | trip) for op, conv, trip in zip(*parts, strict=True)]
 
 
-def of_process(case: Case, group: dist.ProcessGroup) -> Results:
+def of_process(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> Results:
     """The step of one rank of a real group."""
-    ctx = _build(case, case.partition(), group, "cpu")
+    ctx = _build(case, case.partition(), group, device)
     (results,) = on_context(case, draw(case), ctx)
     return results
 

@@ -77,7 +77,7 @@ def run_cases(cases: Sequence[Case], device: str, progress: Advance = lambda sta
     rows, pools = [], defaultdict(Pool)
     for done, case in enumerate(cases):
         progress("checking cases", done, len(cases))
-        run = CaseRun(case, device, returned.get(case))
+        run = CaseRun(case, "cpu" if case.real else device, returned.get(case))  # the processes meet over gloo
         rows += rows_of(run)
         if case.world_size > 1 and case.dtype != "float64":
             _add(pools, run)

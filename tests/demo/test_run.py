@@ -44,6 +44,16 @@ def test_two_ranks_learn_what_one_learns(tmp_path: Path) -> None:
     assert record["without_exchange"]["error"] > 100 * record["bounds"]["gradient"]
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_processes_that_were_started_together_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    documents = [Document(str(size), b"x" * size) for size in (2_600, 300)]
+    monkeypatch.setenv(name, "1")
+    assert prepare(DemoSettings(steps=1), "cpu", documents).placement.backend == "gloo"
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(ValueError, match=f"{name} is 2: start it once"):
+        prepare(DemoSettings(steps=1), "cpu", documents)
+
+
 class Broken(Placement):
     """Rank 1 has no device, and never joins the group in which rank 0 waits for it."""
 

@@ -128,3 +128,21 @@ def asking(ask: AllToAll) -> Program[Tensor]:
 def test_a_rank_that_is_sent_too_little_says_so() -> None:
     said = gloo(2).run(miscounted)[1]
     assert said.startswith("rank 1: collective 'errand': rank 0 sends 16 bytes, this rank's operands ask for 24")
+
+
+def destroyed() -> str:
+    """What a group says that was destroyed, which nobody then holds."""
+    named = dist.new_group()
+    group = ProcessGroup(named)
+    dist.destroy_process_group(named)
+    del named
+    try:
+        group.run([asking(AllToAll("errand", torch.zeros(4, 2), (2, 2), (2, 2)))])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_destroyed_group_is_not_kept() -> None:
+    for rank, said in enumerate(gloo(2).run(destroyed)):
+        assert said == f"rank {rank}: collective 'errand' failed: the process group of this context was destroyed"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import deltaspan as ds
-from deltaspan.exchange import Program
+from deltaspan.exchange import Program, one_by_one
 from deltaspan.kernels import select
 from tests.emulator import load
 from tests.helpers import same_bits
@@ -38,7 +38,7 @@ class Counting(ds.SimulatedGroup):
                 self.collectives[-1] += 1
                 arrived = yield asked
 
-        return super().run([counted(program) for program in programs])
+        return super().run([counted(one_by_one(program)) for program in programs])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import deltaspan as ds
-from deltaspan.exchange import Program
+from deltaspan.exchange import Program, one_by_one
 from deltaspan.exchange.process_group import ProcessGroup
 from deltaspan.exchange.simulated import SimulatedGroup
 from tests.helpers import gloo, same_bits
@@ -79,7 +79,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             real = group.run
 
             def run(self: Any, programs: Sequence[Program], real: Callable = real) -> list[Any]:
-                return real(self, [listening(programs[0]), *programs[1:]])
+                return real(self, [listening(one_by_one(programs[0])), *programs[1:]])
 
             patched.setattr(group, "run", run)
         yield names

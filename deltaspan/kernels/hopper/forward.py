@@ -387,7 +387,7 @@ def chunks_felt(reach, n, FROM_START: gl.constexpr = False):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, made: Prepared, entry: Tensor, segments: Tensor, scale: float,
     *, output: bool = True, states: bool = False, exits: bool = True, halves: bool = False,
-    tilings: Tilings | None = None,
+    tilings: Tilings | None = None, found: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16, rows of any pitch; entry [E, HV, K, V] fp32,
     or those heads of more; segments as the kernel has them; programs on halves of V or on all of it; raw q and k if
@@ -395,12 +395,16 @@ def forward(
     start of every chunk [NC, HV, V, K] bf16, transposed; None of what is not asked for.
 
     For exit states alone the walk begins where they begin to feel it. tilings: of what launches before this one read.
+    found: o and exit states that this launch adds to.
     """
     assert not (output and states), "both do not fit into shared memory"
     A, G, broken, reach, lengths = made
     n, H, (HV, NC) = segments.shape[0], k.shape[1], reach.shape
-    o = v.new_empty(v.shape) if output else v
-    exit = entry.new_empty(n, *entry.shape[1:]) if exits else entry
+    o, exit = found
+    if o is None:
+        o = v.new_empty(v.shape) if output else v
+    if exit is None:
+        exit = entry.new_empty(n, *entry.shape[1:]) if exits else entry
     written = v.new_empty(NC, HV, 128, 128) if states else None
     if n:
         shared = Tilings() if tilings is None else tilings

@@ -10,7 +10,7 @@ the next. What is kept, or handed on by a checkpoint's recompute, is what `prep`
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ __all__ = [
     "restore",
     "transfer",
     "walk",
+    "walk_ahead",
 ]
 
 MOST_SLABS = 4  # a fifth would save another 5 % of a step's peak
@@ -78,8 +79,8 @@ class Tape(NamedTuple):
 class Entered(NamedTuple):
     """From what the backward walks: what it reads of the states is made there."""
 
-    runs: Runs
     entry: Tensor  # [E, HV, 128, 128] fp32
+    ahead: list[Tensor] | None = None  # S of the first slab's chunks [NC, heads, V, K] bf16, until it is read
 
 
 class Adjoint(NamedTuple):
@@ -113,16 +114,18 @@ def transfer(tape: Tape, runs: Runs) -> Tensor:
 
 
 def walk(
-    tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True
+    tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True, begun: tuple | None = None
 ) -> tuple[Tensor | None, Tensor | None, Entered]:
     """Walks every run from its true entry state as far as anybody reads what comes of it: o [T, HV, 128], exit states
-    [n, HV, 128, 128]."""
-    o = exit = None
+    [count, HV, 128, 128]. `begun`: what walks of other runs gave; the result has theirs too."""
+    o, exit, _ = (None, None, None) if begun is None else begun
+    if exit is None and exits:
+        exit = entry.new_empty(runs.count, *entry.shape[1:])
     if output or exits:
-        o, exit, _ = _walked(tape, runs, entry, output=output, exits=exits)
-    if o is not None:
+        o, exit, _ = _walked(tape, runs, entry, output=output, exits=exits, found=(o, exit))
+    if o is not None and begun is None:
         _clear_behind(tape.grid, o)
-    return o, exit, Entered(runs, entry)
+    return o, exit, Entered(entry)
 
 
 def chunk_states(tape: Tape, runs: Runs, entry: Tensor) -> Tensor:
@@ -164,22 +167,29 @@ def gradients(adjoint: Adjoint, states: Tensor, costates: Tensor, found: tuple[T
     of_chunks(*operands, found, programs=_multiprocessors(t.q.device), tilings=t.tilings)
 
 
+def walk_ahead(adjoint: Adjoint, runs: Runs, states: Entered) -> Entered:
+    """What `pull_back` takes as states, with what of its work needs no adjoint: of the first slab."""
+    n = _slabs_for(adjoint, runs)
+    slab, entry = (adjoint, states.entry) if n == 1 else next(_slabs_of(n, adjoint, (), (states.entry,)))
+    return states._replace(ahead=[chunk_states(slab.tape, _side_by_side(runs, entry), entry)])
+
+
 def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) -> tuple[Tensor | None, ...]:
     """The adjoint of entry states [n, HV, 128, 128]; dq, dk [T, H, 128], dv [T, HV, 128] bf16, dg, dbeta [T, HV] fp32,
     dA_log and ddt_bias [HV] fp32 or None, of the operands as they were given. By slabs of key heads, with the same bits
     for any."""
     t, raw = adjoint.tape, adjoint.raw
-    H, HV = t.q.shape[1], t.v.shape[1]
-    n = _slabs(H, runs.table.shape[0] * HV, _multiprocessors(t.q.device))
+    n = _slabs_for(adjoint, runs)
     found = dq, dk, dv, dg, dbeta = (
         *(x.new_empty(x.shape) for x in (t.q, t.k, t.v)), *(leaving.new_empty(t.beta.shape) for _ in range(2)),
     )  # fmt: skip
     entering = leaving.new_empty(runs.table.shape[0], *leaving.shape[1:])
-    if n == 1:
-        _pull_back(adjoint, runs, states.entry, leaving, entering, found)
-    else:
-        for slab in _slabs_of(n, adjoint, states.entry, leaving, entering, found):
-            _pull_back(slab[0], runs, *slab[1:])
+    of_heads = states.entry, leaving, entering, dv, dg, dbeta
+    ahead = states.ahead.pop() if states.ahead else None  # the caller's hold would outlast the first slab
+    slabs = [(adjoint, dq, dk, *of_heads)] if n == 1 else _slabs_of(n, adjoint, (dq, dk), of_heads)
+    for slab in slabs:
+        _pull_back(runs, ahead, *slab)
+        ahead = None
     _clear_behind(t.grid, *found)
     if raw.l2norm:
         for x, dx in zip(adjoint.given[:2], (dq, dk), strict=True):
@@ -220,33 +230,46 @@ def _slabs(H: int, programs: int, multiprocessors: int) -> int:
     return next((n for n in range(most, 1, -1) if H % n == 0), most)
 
 
+def _slabs_for(adjoint: Adjoint, runs: Runs) -> int:
+    t = adjoint.tape
+    return _slabs(t.q.shape[1], runs.table.shape[0] * t.v.shape[1], _multiprocessors(t.q.device))
+
+
 def _slabs_of(
-    n: int, adjoint: Adjoint, entry: Tensor, leaving: Tensor, entering: Tensor, found: tuple[Tensor, ...]
-) -> Iterator[tuple[Adjoint, Tensor, Tensor, Tensor, tuple[Tensor, ...]]]:
-    """The same by n slabs of key heads and their value heads, as views."""
-    t, (dq, dk, *of_values) = adjoint.tape, found
+    n: int, adjoint: Adjoint, of_keys: tuple[Tensor, ...], of_values: tuple[Tensor, ...]
+) -> Iterator[tuple[Any, ...]]:
+    """An adjoint by n slabs of key heads and their value heads, as views, and in its order what else has such heads in
+    its second axis."""
+    t = adjoint.tape
     H, group = t.q.shape[1], t.v.shape[1] // t.q.shape[1]
     keys = [(i + 1) * H // n - i * H // n for i in range(n)]
     values = [count * group for count in keys]
     split = torch.Tensor.split_with_sizes
-    by_key = [split(x, keys, 1) for x in (t.q, t.k, dq, dk)]
-    by_value = [split(x, values, 1) for x in (t.v, t.g, t.beta, adjoint.do, entry, leaving, entering, *of_values)]
+    by_key = [split(x, keys, 1) for x in (t.q, t.k, *of_keys)]
+    by_value = [split(x, values, 1) for x in (t.v, t.g, t.beta, adjoint.do, *of_values)]
     made = split(t.made.A, values), split(t.made.G, values), split(t.made.broken, keys), split(t.made.reach, values)
-    slabs = zip(*by_key, *by_value, *made, strict=True)
-    for q, k, dq, dk, v, g, beta, do, entry, leaving, entering, dv, dg, dbeta, *of_slab in slabs:
-        tape = Tape(q, k, v, g, beta, Prepared(*of_slab), t.grid, t.scale, t.raw, Tilings())
-        yield Adjoint(tape, do, *adjoint[2:]), entry, leaving, entering, (dq, dk, dv, dg, dbeta)
+    slabs = zip(*made, *by_key[:2], *by_value[:4], *by_key[2:], *by_value[4:], strict=True)
+    for A, G, broken, reach, q, k, v, g, beta, do, *more in slabs:
+        tape = Tape(q, k, v, g, beta, Prepared(A, G, broken, reach), t.grid, t.scale, t.raw, Tilings())
+        yield Adjoint(tape, do, *adjoint[2:]), *more
 
 
 def _pull_back(
-    adjoint: Adjoint, runs: Runs, entry: Tensor, leaving: Tensor, entering: Tensor, found: tuple[Tensor, ...]
-) -> None:
-    """Of one slab, or of all heads: the adjoint of entry states and gradients to where they are found."""
-    if 2 * runs.table.shape[0] * leaving.shape[1] <= _multiprocessors(leaving.device):
-        runs = runs._replace(halves=True)  # twice as many programs run at once
-    states = chunk_states(adjoint.tape, runs, entry)
+    runs: Runs, ahead: Tensor | None, adjoint: Adjoint, dq: Tensor, dk: Tensor, entry: Tensor, leaving: Tensor,
+    entering: Tensor, dv: Tensor, dg: Tensor, dbeta: Tensor,
+) -> None:  # fmt: skip
+    """Of one slab, or of all heads: the adjoint of entry states and gradients to where they are found. ahead: states
+    that are there already."""
+    runs = _side_by_side(runs, leaving)
+    states = chunk_states(adjoint.tape, runs, entry) if ahead is None else ahead
     _, costates = adjoint_walk(adjoint, runs, leaving, entering)
-    gradients(adjoint, states, costates, found)
+    gradients(adjoint, states, costates, (dq, dk, dv, dg, dbeta))
+
+
+def _side_by_side(runs: Runs, states: Tensor) -> Runs:
+    """Runs of a slab of states [S, heads, 128, 128]: on halves of V where twice as many programs run at once."""
+    few = 2 * runs.table.shape[0] * states.shape[1] <= _multiprocessors(states.device)
+    return runs._replace(halves=True) if few else runs
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, raw: Raw) -> tuple[tuple[Tensor, ...], Raw]:
@@ -264,7 +287,7 @@ def _clear_behind(grid: Grid, *rows: Tensor) -> None:
             x[grid.tokens :] = 0
 
 
-def _walked(tape: Tape, runs: Runs, entry: Tensor, **what: bool) -> tuple[Tensor | None, ...]:
+def _walked(tape: Tape, runs: Runs, entry: Tensor, **what: Any) -> tuple[Tensor | None, ...]:
     operands = tape.q, tape.k, tape.v, tape.made, entry, runs.table, tape.scale
     return forward(*operands, halves=runs.halves, tilings=tape.tilings, **what)
 

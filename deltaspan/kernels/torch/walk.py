@@ -1,6 +1,6 @@
 """The state from chunk to chunk: S <- gamma S + (r K)^T U, U = u - w S, and what is read from it on the way."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,24 +79,33 @@ def transfer(tape: Tape, runs: Runs) -> Tensor:
 
 @full_precision()
 def walk(
-    tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True
+    tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True, begun: tuple | None = None
 ) -> tuple[Tensor | None, Tensor, States]:
     """Walks every run from its true entry state [E, HV, K, V]: o [T, HV, V] in v's type, exit states, and the tape of
-    states.
+    states. `begun`: what walks of other runs gave; the result has theirs too.
 
     Without `output` o is not computed; exit states cost nothing here, wanted or not.
     """
     state = taken(entry, runs.entries)
-    states = entry.new_empty(tape.gamma.shape[0], *entry.shape[1:])
-    update = torch.empty_like(tape.u)
+    if begun is None:
+        exit, places = (entry.new_empty(n, *entry.shape[1:]) for n in (runs.count, tape.gamma.shape[0]))
+        made = States(places, torch.empty_like(tape.u))
+    else:
+        _, exit, made = begun
+    states, update = made
     for step, n in enumerate(runs.active):
         c = runs.first[:n] + step
         states[c] = state[:n]
         update[c] = U = tape.u[c] - tape.w[c] @ state[:n]
         state[:n] = tape.gamma[c] * state[:n] + tape.rk[c].mT @ U
-    exit, tape_of_states = state[runs.inverse], States(states, update)
+    exit[runs.order] = state
     if not output:
-        return None, exit, tape_of_states
-    o = tape.read @ states + (tape.scale * tape.decay * tape.qk) @ update
+        return None, exit, made
+    o = tape.read @ states + (tape.scale * tape.decay * tape.qk) @ update  # of all: what is not walked yet comes again
     v = tape.operands[2]
-    return to_tokens(o, v, tape.grid, v.dtype), exit, tape_of_states
+    return to_tokens(o, v, tape.grid, v.dtype), exit, made
+
+
+def walk_ahead(adjoint: Any, runs: Runs, states: States) -> States:
+    """What `pull_back` takes as states, with what of its work needs no adjoint: here none is left."""
+    return states

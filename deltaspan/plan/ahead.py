@@ -1,0 +1,45 @@
+"""Which segments a rank walks while states cross: those that need nothing of other ranks, if that ends sooner."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from deltaspan.layout import Partition
+from deltaspan.plan.cost import lpt_makespan
+from deltaspan.plan.forward_time import H200_TIMES, UNITS_PER_MS, ForwardTimes
+from deltaspan.plan.segments import SegmentTable
+from deltaspan.plan.wire import NVLINK, Wire, wire_time
+
+HEAD_DIM = 128  # of keys and values, for which times are known
+LEAST_GAIN = 1_500  # in units of 10 ns: one launch more, and a stream that waits for another
+
+
+def walked_ahead(
+    part: Partition,
+    rank: int,
+    table: SegmentTable,
+    *,
+    hv: int,
+    sm_count: int,
+    times: ForwardTimes = H200_TIMES,
+    wire: Wire = NVLINK,
+) -> np.ndarray:
+    """[S] bool: all of them, some or none. A fragment that no state enters from another waits for none."""
+    free = ~part.crossing_in[part.rows(rank)][table.fragment]
+    if not part.crossing_out.any() or part.world_size == 1:
+        return np.zeros_like(free)  # nobody sends anything
+    if free.all() or not free.any():
+        return free
+    crossing = wire_time(part, HV=hv, K=HEAD_DIM, V=HEAD_DIM, exchange="all_to_all", wire=wire).forward * UNITS_PER_MS
+    early, late, both = (_walk(table.count[which], hv, sm_count, times) for which in (free, ~free, free | True))
+    gain = crossing + both - max(crossing, early) - late
+    return free if gain > LEAST_GAIN else np.zeros_like(free)
+
+
+def _walk(chunks: np.ndarray, hv: int, sm_count: int, times: ForwardTimes) -> int:
+    """Of segments of so many chunks side by side, with output, in units of 10 ns."""
+    walks = Counter(chunks.tolist()).items()
+    whole, halves = (lpt_makespan([(n, items * hv * count) for n, count in walks], sm_count) for items in (1, 2))
+    return min(whole * times.walk, halves * times.half)
