@@ -53,5 +53,5 @@ class ByteLanguageModel(nn.Module):
         """tokens [1, T] int64, this rank's -> logits [1, T, 256]."""
         x = self.embedding(tokens)
         for norm, layer in zip(self.norms, self.layers, strict=True):
-            x = x + layer(norm(x), ctx)
+            x = x + layer(norm(x), ctx, backend="torch")  # in fp32, of small heads
         return self.head(self.final_norm(x))

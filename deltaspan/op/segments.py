@@ -29,7 +29,7 @@ class Segments:
     count: int  # S
     every: Runs  # all segments: from states that enter them, and behind those initial ones; backwards alike
     early: Runs | None  # those that are walked while states cross, counted as among all: from states within fragments
-    late: Runs | None  # and the others, from such as `every`
+    late: Runs  # and the others, from such as `every`
     left: Runs  # those that state leaves for another, [n_left]; these and the next ones start from initial states alone
     entered: Runs  # those that it enters from another, [n_entered]
     through: Runs  # those that it enters and leaves, [n_through]
@@ -63,8 +63,7 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool =
     rows = {"every": true, "late": true, "early": true if ways[0].chains.steps else known}
     chosen = {"every": inside, "left": table.left, "entered": table.entered, "through": table.through}
     ahead = walked_ahead(part, view.rank, table, hv=hv, sm_count=sm_count) if beside else inside < 0
-    divided = ahead.any() and not ahead.all()
-    if divided:
+    if ahead.any():
         chosen |= {"early": inside[ahead], "late": inside[~ahead]}
     walks = {name: walk_order(table.first[which], table.count[which]) for name, which in chosen.items()}
     arrays = {
@@ -93,8 +92,7 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool =
         )
         for name, w in walks.items()
     }  # fmt: skip
-    if not divided:
-        runs |= {"early": runs["every"], "late": None} if ahead.any() else {"early": None, "late": runs["every"]}
+    runs = {"early": None, "late": runs["every"]} | runs
     return Segments(
         count=len(table.first),
         linked=bool(ways[0].chains.steps) or not view.seams.none,

@@ -26,12 +26,16 @@ def walked_ahead(
     times: ForwardTimes = H200_TIMES,
     wire: Wire = NVLINK,
 ) -> np.ndarray:
-    """[S] bool: all of them, some or none. A fragment that no state enters from another waits for none."""
+    """[S] bool: some of them or none. A fragment that no state enters from another waits for none.
+
+    A rank that waits for nothing at all walks once its states are sent: a walk on all multiprocessors would hold up
+    what it sends, for which others wait. A document of 254,976 tokens on two H200s took 3.65 ms so, and 2.47 in order.
+    """
     free = ~part.crossing_in[part.rows(rank)][table.fragment]
     if not part.crossing_out.any() or part.world_size == 1:
         return np.zeros_like(free)  # nobody sends anything
     if free.all() or not free.any():
-        return free
+        return np.zeros_like(free)
     crossing = wire_time(part, HV=hv, K=HEAD_DIM, V=HEAD_DIM, exchange="all_to_all", wire=wire).forward * UNITS_PER_MS
     early, late, both = (_walk(table.count[which], hv, sm_count, times) for which in (free, ~free, free | True))
     gain = crossing + both - max(crossing, early) - late

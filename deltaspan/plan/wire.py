@@ -15,11 +15,11 @@ from deltaspan.plan.tables import chain_links, crossings
 class Wire(NamedTuple):
     latency_us: float  # of a collective, however little it carries
     gb_per_s: float  # of a rank, in each direction
+    gathered_gb_per_s: float  # where all ranks have all rows, and copy them side by side
 
 
-# H200s of one host: 450 GB/s a direction by the data sheet, of which large messages reach some four fifths. Both
-# numbers are assumptions until `deltaspan.bench.group` has measured them.
-NVLINK = Wire(latency_us=20.0, gb_per_s=350.0)
+# Two H200s of one host, as `deltaspan.bench.group` measured them: all-to-all 238 GB/s, point to point 244.
+NVLINK = Wire(latency_us=13.3, gb_per_s=240.0, gathered_gb_per_s=130.0)
 
 
 class WireTime(NamedTuple):
@@ -34,7 +34,8 @@ def wire_time(
 ) -> WireTime:
     """Of one layer's two exchanges. What a rank sends itself takes no time."""
     ways = _bytes_between(part, HV, K * K * state_size, K * V * state_size, exchange)
-    return WireTime(*(sum(wire.latency_us / 1e3 + n / wire.gb_per_s / 1e6 for n in of_way) for of_way in ways))
+    rate = wire.gathered_gb_per_s if exchange == "all_gather" else wire.gb_per_s
+    return WireTime(*(sum(wire.latency_us / 1e3 + n / rate / 1e6 for n in of_way) for of_way in ways))
 
 
 def _bytes_between(

@@ -133,7 +133,7 @@ def test_what_nccl_alone_has(tmp_path: Path, stale: bool) -> None:
     rows, (graph,) = record["rows"], record["graphs"]["rows"]
     assert len(rows) == (not stale)
     for row in rows:
-        assert row["ok"] and row["early"] == [[1, 1], [0, 3]]  # all of rank 0 begins there
+        assert row["ok"] and row["early"] == [[0, 1], [0, 3]]  # rank 0, where all begins, sends first
         assert all(row[what][name] > 0 for what in steps.PHASES for name in ("ms", "after_ms"))
     assert graph["graph_ms"] > 0 and graph["eager_ms"] > 0
     differs = {"1": ["o, replay 2", "dq, replay 2"]} if stale else {}

@@ -37,7 +37,8 @@ def _steps(record: Row) -> Iterator[str]:
     yield ""
     yield "Times in ms are medians of the slowest rank's, forward / checkpointed step: with work beside the exchange,"
     yield "and after it. Model, of the latter: what the slowest of simulated ranks compute, and the wire at"
-    yield f"{record['model']['latency_us']:g} us a collective and {record['model']['gb_per_s']:g} GB/s. Early: segments"
+    rates = "{latency_us:g} us a collective and {gb_per_s:g} GB/s, {gathered_gb_per_s:g} for an all-gather."
+    yield f"{rates.format(**record['model'])} Early: segments"
     yield "of each rank that are walked while states cross, of how many. Over gloo nothing is done beside an exchange."
     yield ""
     head = ["pack", "layout", "exchange", "beside", "after", "gain", "model", "of it wire", "after / model", "early"]
