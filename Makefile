@@ -18,11 +18,12 @@ quietly = { $(1); } >$(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit
 demo: $(VENV)/installed
 	@$(PY) -m deltaspan demo $(ARGS)
 
-# Who asks for some tests wants no kernels: they are compiled without ARGS only.
+# Who asks for some tests wants no kernels: they are compiled without ARGS only. All tests are shared out to two
+# processes, by files, whose fixtures are dear.
 test: $(VENV)/installed
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest $(or $(ARGS),--numprocesses 2 --dist loadfile)
 	@$(if $(strip $(ARGS)),,$(MAKE) --no-print-directory kernels)
 
 # Compiles every kernel for sm_90a, which needs no GPU, with each release by itself; and those of the tests. A release
