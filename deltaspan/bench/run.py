@@ -136,7 +136,7 @@ class Bench:
             "cut_by": shard.cut_by,
             "tokens": shard.part.total_tokens,
             "documents": shard.documents,
-            "segments": plan_segments(ctx.part, hv=request.heads[1], sm_count=ctx.sm_count, rule=ctx.p_rule),
+            "segments": plan_segments(ctx.part, hv=HV, sm_count=ctx.sm_count, rule=ctx.p_rule),
             "control": control,
             "steady": bool(control) and all(map(is_steady, control.values())),
             "ok": all(side["off"] is None for side in (own, *found.values())),
@@ -181,12 +181,13 @@ def prepare(request: Request) -> Bench:
         raise ValueError(f"samples must be at least {FEWEST_SAMPLES}, got {request.samples}")
     if not 0 <= request.seed <= LARGEST_SEED:
         raise ValueError(f"seed must be from 0 to {LARGEST_SEED:,}, got {request.seed}")
-    backend = ds.chosen_backend(request.backend, device=device)
+    H, HV = request.heads
+    backend = ds.chosen_backend(request.backend, device=device, group=HV // H)
     names = LOCAL_SHARDS if list(request.shards) == ["all"] else request.shards
     where = torch.device(device)
     of_packs = shards_of_packs(
         request.packs, request.cp, request.layouts,
-        hv=request.heads[1], sm_count=multiprocessors(where), rule=default_rule(where),
+        hv=HV, sm_count=multiprocessors(where), rule=default_rule(where),
     )  # fmt: skip
     shards = [*map(local_shard, names), *of_packs]
     return Bench(request, device, backend, shards, peers_by_name(request.peers, device))

@@ -44,34 +44,44 @@ class ProcessGroup:
         return [self._to_its_end(program if self.beside else one_by_one(program))]
 
     def _to_its_end(self, program: Program) -> Any:
-        arrived = None
-        while True:
-            try:
+        arrived = begun = None
+        try:
+            while True:
                 asked = program.send(arrived)
-            except StopIteration as end:
-                return end.value
-            match asked:
-                case Beside():
-                    arrived = self._start(asked)
-                case Ongoing():
-                    arrived = self._finish(asked)
-                case _:
-                    arrived = self._named(asked)
+                match asked:
+                    case Beside():
+                        arrived = begun = self._start(asked)
+                    case Ongoing():
+                        arrived, begun = self._finish(asked), None
+                    case _:
+                        arrived = self._named(asked)
+                del asked  # and what an exchange that has ended has read
+        except StopIteration as end:
+            return end.value
+        except BaseException:
+            if begun is not None:  # what it reads is let go of now, and may be on its way still
+                self._finish(begun)
+            raise
 
     def _start(self, asked: Beside) -> Ongoing:
         """The host goes through the whole program at once, for nothing in it waits for the device.
 
-        What it reads is held until it has been waited for. What it allocates belongs to the stream beside, whose next
-        user waits for the stream that reads it now.
+        What it reads is held until it has been waited for. What it allocates belongs to the stream beside, which serves
+        one reading stream alone: its next user waits for what reads now.
         """
         program = asked.program(*asked.operands)
         device = next((x.device for x in asked.operands if isinstance(x, Tensor)), None)
         if not asked.worth or device is None or device.type != "cuda":
             return Ongoing(self._to_its_end(program))
-        stream = _stream_beside(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            result = self._to_its_end(program)
+        reader = torch.cuda.current_stream(device)
+        stream = _stream_beside(device, reader.cuda_stream)
+        stream.wait_stream(reader)
+        try:
+            with torch.cuda.stream(stream):
+                result = self._to_its_end(program)
+        except BaseException:
+            reader.wait_stream(stream)
+            raise
         return Ongoing(result, asked.operands, stream.record_event())
 
     def _finish(self, ongoing: Ongoing) -> Any:
@@ -136,6 +146,7 @@ class ProcessGroup:
 
 
 @cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """One for all groups and contexts, so that the memory of one serves the next. What is ready on it goes first."""
+def _stream_beside(device: torch.device, reader: int) -> torch.cuda.Stream:
+    """One for all groups and contexts beside a stream, by its number, so that the memory of one serves the next. What is
+    ready on it goes first."""
     return torch.cuda.Stream(device, priority=-1)

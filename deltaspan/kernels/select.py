@@ -12,6 +12,7 @@ import torch
 TIERS = ("torch", "hopper")
 HOMES = {"torch": "deltaspan.kernels.torch", "hopper": "deltaspan.kernels.hopper.tier"}
 MOST_HEADS = 8  # value heads to a key head on the Hopper tier, which prepares all of them in one warp
+LEAST_SCALE = 1e-12  # whose square is a normal number in fp32, times what it scales: dg has it twice on the way
 MOST_TAPS = 8  # of a convolution on the Hopper tier, which keeps a row and weights of each in registers
 
 
@@ -73,14 +74,19 @@ def _chosen_for_convolution(backend: str, device: torch.device, dtype: torch.dty
 
 
 def _hopper_or_torch(backend: str, device: torch.device, reason: str | None) -> str:
-    """reason: why the Hopper tier does not serve, if so. What calls this is cached, so that a warning comes once."""
+    """reason: why the Hopper tier does not serve, if so."""
     if reason is None:
         return "hopper"
     if backend == "hopper":
         raise ValueError(f"backend 'hopper' {reason}; backend='torch' does")
-    if has_hopper(device):
-        warnings.warn(f"backend 'auto' takes the slow torch tier: 'hopper' {reason}", stacklevel=4)
+    if _not_on(device) is None:
+        _tell_once(reason)
     return "torch"
+
+
+@lru_cache(maxsize=None)
+def _tell_once(reason: str) -> None:
+    warnings.warn(f"backend 'auto' takes the slow torch tier: 'hopper' {reason}", stacklevel=5)
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -135,8 +141,8 @@ def _beyond_hopper(
         return f"serves bf16 operands with K = V = 128, not {dtype} with K={K} and V={V}"
     if group > MOST_HEADS:
         return f"serves up to {MOST_HEADS} value heads to a key head, not {group}"
-    if scale is not None and scale <= 0:
-        return f"serves scales above zero, not {scale}"
+    if scale is not None and scale < LEAST_SCALE:
+        return f"serves scales from {LEAST_SCALE:g} on, not {scale}"
     if not unit_keys:
         return "serves unit_keys=True alone"
     return _without_triton()

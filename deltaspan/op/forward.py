@@ -45,6 +45,7 @@ def forward_program(
         underway = yield from set_out(tier, view, cut, x, options, tape, beside=cut.early is not None)
         begun = None if cut.early is None else tier.walk(tape, cut.early, underway.entry, **walked)
         entry, saved = yield from arrive(tier, ctx, view, cut, x, options, underway, keeps=keeps)
+        del underway  # and with it maps, before the walk
         o, exit, states = tier.walk(tape, cut.late, entry, begun=begun, **walked)
     else:
         entry, saved = joined(entered.entry, start_states(cut, x)), entered

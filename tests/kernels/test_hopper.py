@@ -395,6 +395,16 @@ FAULTS = {
 }  # fmt: skip
 
 
+def test_no_state_is_of_fp32_whatever_else_is() -> None:
+    no_state = Machine("cpu").module("forward").no_state
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert no_state(torch.device("cpu")).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(rng: torch.Generator, fault: str) -> None:
     name, before, after = FAULTS[fault]

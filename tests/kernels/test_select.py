@@ -57,7 +57,7 @@ def test_a_gpu_that_is_not_there(built: bool, why: str, monkeypatch: pytest.Monk
 @pytest.fixture
 def a_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a device that has the Hopper tier."""
-    caches = select._chosen, select._chosen_for_convolution, select.has_hopper
+    caches = select._chosen, select._chosen_for_convolution, select._tell_once
     monkeypatch.setattr(select, "_not_on", lambda device: None)
     monkeypatch.setattr(select, "_without_triton", lambda: None)
     for cached in caches:
@@ -89,6 +89,13 @@ def test_auto_says_once_why_it_is_not() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert call() == "torch"
+
+
+@pytest.mark.usefixtures("a_hopper")
+def test_a_hopper_without_triton_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_without_triton", lambda: "needs Triton 3.6 or newer")
+    with pytest.warns(UserWarning, match="slow torch tier: 'hopper' needs Triton"):
+        assert ds.chosen_backend() == "torch"
 
 
 def test_auto_is_silent_where_there_is_no_hopper_tier() -> None:

@@ -141,8 +141,8 @@ def test_strided_and_raw_operands(rng: torch.Generator) -> None:
     ("changed", "says"),
     [
         ({"unit_keys": False}, "unit_keys=True alone"),
-        ({"scale": 0.0}, "scales above zero, not 0.0"),
-        ({"scale": -1.0}, "scales above zero, not -1.0"),
+        ({"scale": 0.0}, "scales from 1e-12 on, not 0.0"),
+        ({"scale": -1.0}, "scales from 1e-12 on, not -1.0"),
         ({"HV": 9}, "up to 8 value heads to a key head, not 9"),
         ({"dtype": torch.float32}, "bf16 operands with K = V = 128, not torch.float32"),
         ({"K": 64}, "K=64 and V=64"),

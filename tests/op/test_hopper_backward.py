@@ -56,6 +56,23 @@ def test_gradients(rng: torch.Generator, layout: str, decay: str) -> None:
                 assert not differing(other, found), (world_size, plan, exchange)
 
 
+def test_one_token_of_a_wider_row(hopper: str, rng: torch.Generator) -> None:
+    """Along an axis of length 1 any stride is dense to torch: kernels take strides by the word."""
+    pack = drawn(rng, [1], hopper)
+    ctx = ds.build_context(ds.partition([0, 1], 1), device=hopper)
+    gates = torch.stack([pack.g, pack.beta], dim=-2).flatten(-2)  # [1, T, 2 HV], as a projection gives both
+    rows = [x.new_empty(1, 2, *x.shape[2:]).copy_(x)[:, :1] for x in (pack.q, pack.k, pack.v)]
+    apart = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in rows]
+    strided = *apart, *gates.unflatten(-1, (2, -1)).unbind(-2)
+    assert strided[4].stride(1) == 2 * pack.beta.shape[2]
+    found = []
+    for operands in (pack[1:6], strided):
+        leaves = [x.detach().requires_grad_() for x in operands]
+        o = ds.chunk_gated_delta_rule(*(x for x in leaves), ctx, backend="hopper")[0]
+        found.append((o, *torch.autograd.grad(o.float().square().sum(), leaves)))
+    assert all(map(same_bits, *found))
+
+
 @pytest.mark.gpu
 def test_a_whole_pack_gives_the_same_bits_a_hundred_times(rng: torch.Generator) -> None:
     """Long enough that every multiprocessor is busy all along, as a race wants it."""

@@ -63,13 +63,13 @@ def test_time_is_latency_and_bytes_at_a_rate() -> None:
     assert wire_time(ds.partition([0, 4096], 1, layout="zigzag"), exchange="ring", **given) == (0, 0)
 
 
-def ahead_of(part: ds.Partition, segments: list[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+def ahead_of(part: ds.Partition, segments: list[int], hv: int = 48) -> list[tuple[np.ndarray, np.ndarray]]:
     """By rank, what is walked ahead, and what might be."""
     found = []
     for rank, cut in enumerate(segments):
         table = segment_table(part, rank, cut)
         free = ~part.crossing_in[part.rows(rank)][table.fragment]
-        found.append((walked_ahead(part, rank, table, hv=48, sm_count=132), free))
+        found.append((walked_ahead(part, rank, table, hv=hv, sm_count=132), free))
     return found
 
 
@@ -83,15 +83,16 @@ def test_nothing_that_a_state_enters_is_walked_ahead(rng: torch.Generator, layou
 
 
 def test_walks_are_divided_where_that_ends_sooner() -> None:
-    quiet, none, some, few, every = (
-        ahead_of(ds.partition([0, *np.cumsum(lengths)], 2), [segments, segments])[rank][0]
-        for lengths, segments, rank in (
-            ([64_000, 64_000], 1, 0),  # nothing crosses
-            ([128_000], 1, 1),  # everything goes on from the other rank
-            ([100_000, 90_000], 8, 1),  # some does, and the others fill the device by themselves
-            ([40_000, 2_000], 1, 1),  # some does, and there is room for both side by side
-            ([128_000], 4, 0),  # all begins here, and is sent first
+    quiet, none, some, few, full, every = (
+        ahead_of(ds.partition([0, *np.cumsum(lengths)], 2), [segments, segments], hv)[rank][0]
+        for lengths, segments, hv, rank in (
+            ([64_000, 64_000], 1, 48, 0),  # nothing crosses
+            ([128_000], 1, 48, 1),  # everything goes on from the other rank
+            ([13_000, 7_000, 17_000], 5, 4, 1),  # some does, and all do not fit side by side
+            ([40_000, 2_000], 1, 48, 1),  # some does, and there is room for both side by side
+            ([100_000, 90_000], 8, 48, 1),  # some does, and the others would hold the whole device
+            ([128_000], 4, 48, 0),  # all begins here, and is sent first
         )
     )
-    assert not any(found.any() for found in (quiet, none, few, every))
-    assert some.tolist() == [False] * 8 + [True] * 8
+    assert not any(found.any() for found in (quiet, none, few, full, every))
+    assert some.tolist() == [False] * 5 + [True] * 5

@@ -132,6 +132,16 @@ def _asked(member: Member, heads: str, decay: str, backend: str | None, samples:
     return Asked((int(H), int(HV)), decay, served, samples, seed)
 
 
+def _refusal(member: Member, json_to: Path | None) -> str | None:
+    """Why rank 0, which writes it, cannot write the record."""
+    if member.rank == 0 and json_to is not None:
+        try:
+            claim({"--json": json_to, "the page beside it": json_to.with_suffix(".md")})
+        except (ValueError, OSError) as error:
+            return str(error)
+    return None
+
+
 def main(
     parts: Annotated[str, typer.Option(help=f"Some of {', '.join(PARTS)}, with commas between.")] = ",".join(PARTS),
     pack: Annotated[str | None, typer.Option(help="Packs by name, such as P1,P4; graphs take the first.")] = None,
@@ -152,8 +162,8 @@ def main(
             usual = DEFAULTS[member.device.type]
             packs = _packs(pack or usual[0])
             asked = _asked(member, heads or usual[1], decay, backend, samples, seed)
-            if member.rank == 0 and json_to is not None:
-                claim({"--json": json_to, "the page beside it": json_to.with_suffix(".md")})
+            if refusal := member.gather(_refusal(member, json_to))[0]:
+                raise ValueError(refusal)
             ok = _run_or_end(member, packs, wished, asked, json_to)
     except (ValueError, OSError) as error:
         typer.echo(f"error: {error}", err=True)

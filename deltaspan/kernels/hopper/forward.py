@@ -423,7 +423,7 @@ def forward(
 @lru_cache
 def no_state(device: torch.device) -> Tensor:
     """What every head of a run without a given state starts from."""
-    return torch.zeros(128, 128, device=device)
+    return torch.zeros(128, 128, dtype=torch.float32, device=device)
 
 
 def heads_apart(states: Tensor) -> int:
