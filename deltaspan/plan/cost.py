@@ -17,10 +17,10 @@ import numpy as np
 from deltaspan.layout import Partition
 from deltaspan.plan.tables import CHUNK
 
-# A chunk's step of a walk on all channels of V, and on half of them, which repeats what is prepared for both: 156k and
-# 98k FLOP a token of a value head by count, and the chain between them as long. Measured on an H200, all
-# multiprocessors busy, a half step takes 0.72 of a whole one with 48 heads, 0.67 in runs of 23 chunks; of the walk back
-# 0.77 and 0.68.
+# A chunk's step of a walk on all channels of V, and on half of them, which repeats what is prepared for both: tensor
+# cores do 156k and 98k FLOP a token of a value head, 0.63 of a whole step, but the chain between them is as long. By
+# measurement on an H200, all multiprocessors busy, a half step takes 0.72 of a whole one with 48 heads, 0.67 in runs of
+# 23 chunks; of the walk back 0.77 and 0.68. So it is reckoned with three quarters.
 WHOLE_STEP, HALF_STEP = 4, 3
 
 

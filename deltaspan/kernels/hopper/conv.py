@@ -1,7 +1,7 @@
 """The causal convolution's forward in one launch, for sm_90: a row is read once, later taps find it in registers.
 
 A program of one warp takes some channels of a run of tokens and walks them, 16 bytes a lane and token, with the last
-W - 1 rows beside it in fp32. At a fragment's first token those rows are masked_or by received ones, or by zeros where
+W - 1 rows beside it in fp32. At a fragment's first token those rows are replaced by received ones, or by zeros where
 the document begins: so every token goes through the same products and sums, wherever fragments end.
 """
 
