@@ -136,7 +136,7 @@ class Bench:
             "cut_by": shard.cut_by,
             "tokens": shard.part.total_tokens,
             "documents": shard.documents,
-            "segments": plan_segments(ctx.part, hv=HV, sm_count=ctx.sm_count, rule=ctx.p_rule),
+            "segments": plan_segments(ctx.part, hv=request.heads[1], sm_count=ctx.sm_count, rule=ctx.p_rule),
             "control": control,
             "steady": bool(control) and all(map(is_steady, control.values())),
             "ok": all(side["off"] is None for side in (own, *found.values())),

@@ -147,6 +147,6 @@ class ProcessGroup:
 
 @cache
 def _stream_beside(device: torch.device, reader: int) -> torch.cuda.Stream:
-    """One for all groups and contexts beside a stream, by its number, so that the memory of one serves the next. What is
-    ready on it goes first."""
+    """One for all groups and contexts beside a stream, by its number, so that the memory of one serves the next. What
+    is ready on it goes first."""
     return torch.cuda.Stream(device, priority=-1)

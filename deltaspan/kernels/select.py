@@ -1,7 +1,7 @@
 """Which tier serves a call: by name, or by device; a refusal carries its reason."""
 
 import warnings
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from inspect import signature
 from types import ModuleType
@@ -84,7 +84,7 @@ def _hopper_or_torch(backend: str, device: torch.device, reason: str | None) -> 
     return "torch"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tell_once(reason: str) -> None:
     warnings.warn(f"backend 'auto' takes the slow torch tier: 'hopper' {reason}", stacklevel=5)
 
