@@ -53,8 +53,9 @@ class Options:
         """
         try:
             return _known(**given)
-        except TypeError:  # of a value that cannot be hashed, or of one that is refused, in either case again
-            return _made(**given)
+        except TypeError:  # of a value that cannot be hashed, or of one that is refused: once more, and told once
+            pass
+        return _made(**given)
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -66,7 +66,7 @@ def test_real_ranks_over_gloo() -> None:
     assert right(gloo(2).run(on_gloo), 2)
 
 
-def streams(worth: bool) -> list[str]:
+def streams(worth: bool, meanwhile: str = "meanwhile") -> list[str]:
     """What a group with a stream of its own asks of streams, with tensors on the CPU in the place of a GPU's."""
     group, calls = ProcessGroup(dist.new_group([dist.get_rank()], use_local_synchronization=True)), []
     group.beside = True
@@ -87,7 +87,7 @@ def streams(worth: bool) -> list[str]:
 
     module = "deltaspan.exchange.process_group"
     with (
-        mock.patch(f"{module}._stream_beside", lambda device: stream),
+        mock.patch(f"{module}._stream_beside", lambda device, reader: stream),
         mock.patch(f"{module}.torch.cuda.current_stream", lambda device: current),
         mock.patch(f"{module}.torch.cuda.stream", lambda s: entered if s is stream else None),
         mock.patch(f"{module}.Tensor", OnGpu),
@@ -98,14 +98,19 @@ def streams(worth: bool) -> list[str]:
             crossing = yield Beside(exchange_of, (x.as_subclass(OnGpu),), worth)
             if crossing.end is not None:
                 assert crossing.operands[0] is not None
-            calls.append("meanwhile")
+            calls.append(meanwhile)
+            if meanwhile == "raises":
+                raise MemoryError
             return (yield crossing)
 
         def exchange_of(_: Tensor) -> Program[Tensor]:
             return (yield from exchange(x, 1, Told()))
 
-        (found,) = group.run([asking()])
-    assert same_bits(found, x + x)
+        if meanwhile == "raises":
+            with pytest.raises(MemoryError):
+                group.run([asking()])
+        else:
+            assert same_bits(group.run([asking()])[0], x + x)
     return calls
 
 
@@ -113,3 +118,5 @@ def test_a_stream_of_its_own_is_forked_and_joined() -> None:
     order = ["beside waits", "beside", "first came", "back", "mark", "meanwhile", "waits for the mark"]
     assert gloo(2).run(streams, True) == [order] * 2
     assert gloo(2).run(streams, False) == [["first came", "meanwhile"]] * 2
+    order[-2] = "raises"  # what is on its way is waited for, for its memory is let go of
+    assert gloo(2).run(streams, True, "raises") == [order] * 2
