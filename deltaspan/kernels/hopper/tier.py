@@ -21,6 +21,7 @@ from deltaspan.kernels.hopper.conv import convolve
 from deltaspan.kernels.hopper.forward import forward
 from deltaspan.kernels.hopper.gluon import Tilings
 from deltaspan.kernels.hopper.gradients import gradients as of_chunks
+from deltaspan.kernels.hopper.operands import as_read, by_rows
 from deltaspan.kernels.hopper.prep import Prepared
 from deltaspan.kernels.hopper.prep import prep as prepared
 from deltaspan.kernels.hopper.transfer import transfer as transferred
@@ -98,7 +99,7 @@ def prep(
 ) -> Tape:  # fmt: skip
     """Prepares every chunk; q, k [T, H, 128], v [T, HV, 128] bf16, g and beta [T, HV], ready or raw."""
     assert unit_keys, "select refuses other keys"
-    (q, k, v, g, beta), raw = _as_read(q, k, v, g, beta, raw)
+    (q, k, v, g, beta), raw = as_read(q, k, v, g, beta, raw)
     made = prepared(k, g, beta, grid.table, q=q, raw=raw)
     return Tape(q, k, v, g, beta, made, grid, scale, raw, Tilings())
 
@@ -143,7 +144,7 @@ def adjoint_prep(tape: Tape, do: Tensor) -> Adjoint:
     _, _, _, beta = ready(
         *made_ready[:2], tape.g, tape.beta, Raw(sigmoid=raw.sigmoid, largest_beta=raw.largest_beta), STATE
     )
-    return Adjoint(made_ready._replace(beta=beta), _by_rows(do), (tape.q, tape.k, tape.v, tape.g, tape.beta), raw)
+    return Adjoint(made_ready._replace(beta=beta), by_rows(do), (tape.q, tape.k, tape.v, tape.g, tape.beta), raw)
 
 
 def adjoint_summary(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> Tensor:
@@ -214,7 +215,7 @@ def restore(
     *, scale: float, raw: Raw,
 ) -> tuple[Tape, None]:  # fmt: skip
     """The tape of which `keep` has told, with the operands and tables of the forward. States are walked again."""
-    operands, raw = _as_read(q, k, v, g, beta, raw)
+    operands, raw = as_read(q, k, v, g, beta, raw)
     return Tape(*operands, Prepared(*kept), grid, scale, raw, Tilings()), None
 
 
@@ -272,14 +273,6 @@ def _side_by_side(runs: Runs, states: Tensor) -> Runs:
     return runs._replace(halves=True) if few else runs
 
 
-def _as_read(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, raw: Raw) -> tuple[tuple[Tensor, ...], Raw]:
-    """Operands as kernels read them."""
-    if raw.A_log is not None:
-        bias = None if raw.dt_bias is None else raw.dt_bias.contiguous()
-        raw = raw._replace(A_log=raw.A_log.contiguous(), dt_bias=bias)
-    return (_by_rows(q), _by_rows(k), _by_rows(v), _dense(g), _dense(beta)), raw
-
-
 def _clear_behind(grid: Grid, *rows: Tensor) -> None:
     """What stands behind the rank's own tokens, in a buffer that is longer."""
     for x in rows:
@@ -303,15 +296,3 @@ def _walked_back(
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _by_rows(x: Tensor) -> Tensor:
-    """As it is where the copy engine can read it: heads and channels dense, rows at multiples of 16 bytes."""
-    (_, heads, D), (pitch, *inner) = x.shape, x.stride()
-    dense = inner == [D, 1] and pitch % 8 == 0 and pitch >= heads * D
-    return x if dense and x.storage_offset() % 8 == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """[T, HV] with the strides of its shape: `contiguous` leaves those of axes of length 1 as they are."""
-    return x if x.stride() == (x.shape[1], 1) else x.clone(memory_format=torch.contiguous_format)
