@@ -72,41 +72,41 @@ def _lengths(l2norm: bool) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _forward(
-    H: int, group: int, *, output: bool, exits: bool, instructions: int, halves: bool = False,
-    l2norm: bool = False, states: bool = False,
-) -> Case:  # fmt: skip
-    width = 64 if halves else 128
+    H: int, group: int, *, output: bool, exits: bool, instructions: int, l2norm: bool = False, states: bool = False
+) -> Case:
     arguments, constants = _lengths(l2norm)
     return Case(
         kernel="deltaspan.kernels.hopper.forward:forward_kernel",
         arguments=A_WALK
-        | {"q_tiles": "tiles<bf16[64, 128]>", "v_tiles": f"tiles<bf16[64, {width}]>", "o_tiles": "tiles<bf16[64, 64]>"}
-        | {"G_tiles": "tiles<fp32[1, 64]>", "o": "*bf16", "scale": "fp32", "scale_log2": "fp32", "given": "i32"}
+        | {"q_tiles": "tiles<bf16[64, 128]>"}
+        | dict.fromkeys(("v_tiles", "o_tiles"), "tiles<bf16[64, 64]>")
+        | {"G_tiles": "tiles<fp32[1, 64]>", "o": "*bf16", "scale": "fp32", "scale_log2": "fp32"}
+        | dict.fromkeys(("given", "whole"), "i32")
         | {"state_tiles": f"tiles<bf16[64, {128 if states else 64}]>"}
         | dict.fromkeys(("entry", "nothing", "exit"), "*fp32")
         | arguments,
-        constants={"H": H, "GROUP": group, "APART": (1 + states) * H * group, "HALVES": halves}
+        constants={"H": H, "GROUP": group, "APART": (1 + states) * H * group}
         | {"OUTPUT": output, "STATES": states, "EXIT": exits}
         | constants,
         num_warps=4,
-        registers=168 if halves else 128,
+        registers=128,
         shared=WHOLE,
         instructions=instructions,
-        reason="one program a multiprocessor, whose registers its partitions share out: 128 a thread on average or 168",
+        reason="one program a multiprocessor, whose registers its partitions share out: 128 a thread on average",
     )
 
 
-def _adjoint(H: int, group: int, *, states: bool, instructions: int, halves: bool = False) -> Case:
-    width = 64 if halves else 128
+def _adjoint(H: int, group: int, *, states: bool, instructions: int) -> Case:
     return Case(
         kernel="deltaspan.kernels.hopper.adjoint:adjoint_kernel",
         arguments=A_WALK
-        | {"q_tiles": "tiles<bf16[64, 128]>", "do_tiles": f"tiles<bf16[64, {width}]>", "G_tiles": "tiles<fp32[1, 64]>"}
-        | {"state_tiles": f"tiles<bf16[64, {128 if states else 64}]>", "scale_log2": "fp32", "given": "i32"}
+        | {"q_tiles": "tiles<bf16[64, 128]>", "do_tiles": "tiles<bf16[64, 64]>", "G_tiles": "tiles<fp32[1, 64]>"}
+        | {"state_tiles": f"tiles<bf16[64, {128 if states else 64}]>", "scale_log2": "fp32"}
+        | dict.fromkeys(("given", "whole"), "i32")
         | dict.fromkeys(("leaving", "nothing", "entering"), "*fp32"),
-        constants={"H": H, "GROUP": group, "APART": (1 + states) * H * group, "HALVES": halves, "STATES": states},
+        constants={"H": H, "GROUP": group, "APART": (1 + states) * H * group, "STATES": states},
         num_warps=4,
-        registers=168 if halves else 128,
+        registers=128,
         shared=WHOLE,
         instructions=instructions,
         reason="as the forward",
@@ -203,25 +203,14 @@ CASES = {
     "forward, 16 key heads x 3": _forward(16, 3, output=True, exits=False, instructions=2350),
     "forward, 2 key heads x 4": _forward(2, 4, output=True, exits=False, instructions=2350),
     "forward with exit states": _forward(16, 3, output=True, exits=True, instructions=2550),
-    "forward on halves of V": _forward(16, 3, output=True, exits=False, instructions=2350, halves=True),
-    "forward on halves of V with exit states": _forward(16, 3, output=True, exits=True, instructions=2550, halves=True),
-    "exit states alone on halves of V": _forward(16, 3, output=False, exits=True, instructions=2250, halves=True),
     "exit states alone": _forward(16, 3, output=False, exits=True, instructions=2250),
     "adjoint walk with states": _adjoint(16, 3, states=True, instructions=2150),
     "adjoint walk with states, 2 key heads x 4": _adjoint(2, 4, states=True, instructions=2150),
-    "adjoint walk with states on halves of V": _adjoint(16, 3, states=True, instructions=1650, halves=True),
     "adjoint walk": _adjoint(16, 3, states=False, instructions=2200),
-    "adjoint walk on halves of V": _adjoint(16, 3, states=False, instructions=1750, halves=True),
     "raw forward": _forward(16, 3, output=True, exits=False, instructions=2400, l2norm=True),
     "raw forward with exit states": _forward(16, 3, output=True, exits=True, instructions=2600, l2norm=True),
-    "raw forward on halves of V with exit states": _forward(
-        16, 3, output=True, exits=True, instructions=2600, halves=True, l2norm=True
-    ),
     "raw exit states alone": _forward(16, 3, output=False, exits=True, instructions=2300, l2norm=True),
-    "states of chunks": _forward(16, 3, output=False, exits=False, instructions=1650, states=True),
-    "states of chunks on halves of V": _forward(
-        16, 3, output=False, exits=False, instructions=1300, halves=True, states=True
-    ),
+    "states of chunks": _forward(16, 3, output=False, exits=False, instructions=1700, states=True),
     "gradients, 16 key heads x 3": _gradients(16, 3),
     "gradients, 2 key heads x 4": _gradients(2, 4),
     "transfer, 16 key heads x 3": _transfer(16, 3),

@@ -33,8 +33,8 @@ from deltaspan.bench.stages import stage_rows
 from deltaspan.layout import LAYOUTS, Partition
 from deltaspan.plan import HOPPER_RULE, RULES, rank_chunks
 from deltaspan.plan.cost import RankChunks, StepCosts
-from deltaspan.plan.forward_time import H200_TIMES, forward_time
 from deltaspan.plan.rules import PUBLISHED_COSTS, Target
+from deltaspan.plan.step_time import H200_TIMES, forward_time
 
 HEADS = (16, 48)
 PACKS = ("P1", "P2", "P3", "P4", "P5")

@@ -26,6 +26,7 @@ from deltaspan.bench.kernels import graph_times
 from deltaspan.bench.operands import DECAYS, HEAD_DIM, Operands, draw
 from deltaspan.bench.shards import LOCAL_SHARDS, Shard, local_shard
 from deltaspan.kernels import select
+from deltaspan.kernels.stages import Runs
 from deltaspan.op.segments import Segments
 from deltaspan.plan import CHUNK, rank_chunks
 from deltaspan.plan.cost import makespans
@@ -99,14 +100,16 @@ class Problem:
         operands = (t[0] for t in self.x[:5])
         return self.tier.prep(*operands, self.view.grid, scale=HEAD_DIM**-0.5, unit_keys=True)
 
+    def every(self, *, halves: bool) -> Runs:
+        """All of them on halves of V, or none."""
+        return self.cut.every._replace(whole=lambda heads: 0 if halves else self.cut.count * heads)
+
     def walk(self, halves: bool) -> Tensor:
-        every = self.cut.every._replace(halves=halves)
-        return self.tier.walk(self.tape, every, self.states, output=True, exits=False)[0]
+        return self.tier.walk(self.tape, self.every(halves=halves), self.states, output=True, exits=False)[0]
 
     def exits(self) -> Tensor:
         """Of every segment, so that a shard in one piece has some to show."""
-        every = self.cut.every._replace(halves=False)
-        return self.tier.exit_states(self.tape, every, self.states)
+        return self.tier.exit_states(self.tape, self.every(halves=False), self.states)
 
     def chunk_states(self) -> Tensor:
         """Of every chunk, as a backward wants them."""
@@ -120,11 +123,10 @@ class Problem:
         return self.tier.transfer(self.tape, self.cut.every)
 
     def walk_back(self, halves: bool) -> Tensor:
-        every = self.cut.every._replace(halves=halves)
-        return self.tier.adjoint_walk(self.adjoint, every, self.leaving)[0]
+        return self.tier.adjoint_walk(self.adjoint, self.every(halves=halves), self.leaving)[0]
 
     def entry_adjoints(self) -> Tensor:
-        return self.tier.adjoint_summary(self.adjoint, self.cut.every._replace(halves=False), self.leaving)
+        return self.tier.adjoint_summary(self.adjoint, self.every(halves=False), self.leaving)
 
     def calls(self) -> dict[str, Callable[[], object]]:
         stages = {

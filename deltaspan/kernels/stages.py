@@ -39,6 +39,7 @@ and those of the convolution, D channels:
     dx, dweight, dbias = conv_gradients(x, history, weight, dpre, following, edges)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -75,7 +76,8 @@ class Runs(NamedTuple):
     back: Tensor  # [n, 5] int32, the same for the way back: with the row of leaving
     active: tuple[int, ...]  # by step, how many still have a chunk
     count: int  # how many segments the caller counts: n, or more where others are walked apart
-    halves: bool  # whether they end sooner on each half of V's channels side by side, with the same bits
+    whole: Callable[[int], int]  # by heads, how many walks of a head over a run, in this order, are a program each;
+    # each of the others is two, on half of V's channels each, with the same bits, so that no multiprocessor is idle
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,9 @@
 """One rank's segments on its device: what is walked side by side, and where state comes from and goes to."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from torch import Tensor
@@ -13,10 +15,10 @@ from deltaspan.plan import (
     Passage,
     WalkOrder,
     chunk_grid,
-    in_halves,
     numbers,
     passages,
     segment_table,
+    soonest_division,
     walk_order,
     walked_ahead,
 )
@@ -83,12 +85,11 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool =
     columns += [c for way in ways for c in (*columns_of(way.chains), *way[3:])]
     tensors = iter(upload(device, [*arrays.values(), *columns]))
     take = tensors.__next__
-    halves = {name: in_halves(w.count.tolist(), hv, sm_count) for name, w in walks.items()}
     indices = {name: take() for name in arrays}
     runs = {
         name: Runs(
             *(take() for _ in range(6)), take().int(), take().int(), w.active,
-            len(inside) if name in rows else len(w.order), halves[name],
+            len(inside) if name in rows else len(w.order), _whole(w, sm_count),
         )
         for name, w in walks.items()
     }  # fmt: skip
@@ -110,6 +111,12 @@ def _run_columns(
     tokens = grid.start[w.first], grid.start[last] + grid.length[last]
     tables = (np.stack([*tokens, w.first, rows, order], axis=1) for rows in given)
     return order, np.argsort(w.order), *given, w.first, last, *tables
+
+
+def _whole(w: WalkOrder, sm_count: int) -> Callable[[int], int]:
+    """`Runs.whole`."""
+    runs = Counter(w.count.tolist()).items()
+    return cache(lambda heads: soonest_division([(n, heads * count) for n, count in runs], sm_count).whole)
 
 
 def _passage(way: Passage[np.ndarray], take: Callable[[], Tensor]) -> Passage[Tensor]:

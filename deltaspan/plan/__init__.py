@@ -1,7 +1,16 @@
 """How fragments are cut into segments and chunks: data in, data out, the same on every rank."""
 
 from deltaspan.plan.ahead import walked_ahead
-from deltaspan.plan.cost import RankChunks, in_halves, lpt_makespan, rank_chunks, rank_cost, rank_walk_steps, walk_steps
+from deltaspan.plan.cost import (
+    Division,
+    RankChunks,
+    lpt_makespan,
+    rank_chunks,
+    rank_cost,
+    rank_walk_steps,
+    soonest_division,
+    walk_steps,
+)
 from deltaspan.plan.rules import (
     DEFAULT_RULE,
     HOPPER_RULE,
@@ -38,6 +47,7 @@ __all__ = [
     "RULES",
     "Chains",
     "ChunkGrid",
+    "Division",
     "Links",
     "Passage",
     "RankChunks",
@@ -52,7 +62,6 @@ __all__ = [
     "collective_bytes",
     "crossings",
     "head_ranges",
-    "in_halves",
     "lpt_makespan",
     "numbers",
     "passages",
@@ -66,6 +75,7 @@ __all__ = [
     "row_segments",
     "segment_starts",
     "segment_table",
+    "soonest_division",
     "walk_order",
     "walk_steps",
     "walked_ahead",

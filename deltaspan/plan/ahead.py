@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 
 from deltaspan.layout import Partition
-from deltaspan.plan.cost import lpt_makespan
-from deltaspan.plan.forward_time import H200_TIMES, UNITS_PER_MS, ForwardTimes
+from deltaspan.plan.cost import soonest_division
 from deltaspan.plan.segments import SegmentTable
+from deltaspan.plan.step_time import H200_TIMES, UNITS_PER_MS, StepTimes
 from deltaspan.plan.wire import NVLINK, Wire, wire_time
 
 HEAD_DIM = 128  # of keys and values, for which times are known
@@ -24,7 +24,7 @@ def walked_ahead(
     *,
     hv: int,
     sm_count: int,
-    times: ForwardTimes = H200_TIMES,
+    times: StepTimes = H200_TIMES,
     wire: Wire = NVLINK,
 ) -> np.ndarray:
     """[S] bool: some of them or none. A fragment that no state enters from another waits for none.
@@ -44,8 +44,7 @@ def walked_ahead(
     return free if gain > LEAST_GAIN else np.zeros_like(free)
 
 
-def _walk(chunks: np.ndarray, hv: int, sm_count: int, times: ForwardTimes) -> int:
+def _walk(chunks: np.ndarray, hv: int, sm_count: int, times: StepTimes) -> int:
     """Of segments of so many chunks side by side, with output, in units of 10 ns."""
-    walks = Counter(chunks.tolist()).items()
-    whole, halves = (lpt_makespan([(n, items * hv * count) for n, count in walks], sm_count) for items in (1, 2))
-    return min(whole * times.walk, halves * times.half)
+    walks = [(n, hv * count) for n, count in Counter(chunks.tolist()).items()]
+    return soonest_division(walks, sm_count, step=times.walk, half=times.half).time

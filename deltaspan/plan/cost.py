@@ -6,10 +6,10 @@ the makespan of handing them out longest first (LPT). All figures are whole numb
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 from heapq import heappop, heappush
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ from deltaspan.plan.tables import CHUNK
 # measurement on an H200, all multiprocessors busy, a half step takes 0.72 of a whole one with 48 heads, 0.67 in runs of
 # 23 chunks; of the walk back 0.77 and 0.68. So it is reckoned with three quarters.
 WHOLE_STEP, HALF_STEP = 4, 3
+LEAST_GAIN = 4  # percent, beyond what keeps all multiprocessors busy to the end, for which halves are tried
+LONGEST = 4  # lengths of walks: rounds of the longest are tried by themselves
 
 
 class StepCosts(NamedTuple):
@@ -76,7 +78,7 @@ def lpt_makespan(jobs: Iterable[tuple[int, int]], machines: int) -> int:
     if machines < 1:
         raise ValueError(f"machines must be at least 1, got {machines}")
     loads, top = [(0, machines)], 0  # (load, machines that carry it), a heap
-    for length, count in sorted((job for job in jobs if min(job) > 0), reverse=True):
+    for length, count in _longest_first(jobs):
         while count:
             if count >= machines and top - loads[0][0] <= length:
                 rounds = count // machines
@@ -98,11 +100,52 @@ def lpt_makespan(jobs: Iterable[tuple[int, int]], machines: int) -> int:
     return top
 
 
-def in_halves(chunks: Iterable[int], hv: int, sm_count: int) -> bool:
-    """Whether walks over runs of so many chunks end sooner as two items a value head, each on half of V's channels."""
-    runs = Counter(chunks).items()
-    whole, halves = (lpt_makespan([(n, items * hv * count) for n, count in runs], sm_count) for items in (1, 2))
-    return halves * HALF_STEP < whole * WHOLE_STEP
+def _longest_first(jobs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(length, how many such), each length once; without those of no length or number."""
+    counts: dict[int, int] = {}
+    for length, count in jobs:
+        if length > 0 and count > 0:
+            counts[length] = counts.get(length, 0) + count
+    return sorted(counts.items(), reverse=True)
+
+
+class Division(NamedTuple):
+    """How walks are handed out: the first `whole` of them, longest first, one by one, each of the others as two, which
+    walk half of V's channels."""
+
+    time: int  # until the last has ended
+    whole: int
+
+
+def soonest_division(
+    walks: Iterable[tuple[int, int]], sm_count: int, *, step: int = WHOLE_STEP, half: int = HALF_STEP, crowd: int = 0
+) -> Division:
+    """Of walks (chunks, how many such) that which ends soonest: none on halves, all, or those behind the last round
+    that is full, be it of all walks or of the longest.
+
+    step, half: time of a chunk on all of V's channels and on half of them. crowd: what the former takes more where
+    every multiprocessor walks so.
+    """
+    walks = _longest_first(walks)
+    counts = list(accumulate(count for _, count in walks)) or [0]
+    none = _divided(walks, counts[-1], sm_count, step, half, crowd)
+    busy = sum(chunks * count for chunks, count in walks) * min(step + crowd, 2 * half) // sm_count
+    if 100 * none.time <= (100 + LEAST_GAIN) * busy:
+        return none
+    ends = {count - count % sm_count for count in (*counts[:LONGEST], counts[-1])} | {0}
+    others = (
+        _divided(walks, whole, sm_count, step, half, crowd) for whole in sorted(ends - {counts[-1]}, reverse=True)
+    )
+    return min((none, *others), key=lambda division: division.time)
+
+
+def _divided(walks: list[tuple[int, int]], whole: int, sm_count: int, step: int, half: int, crowd: int) -> Division:
+    jobs, left, steps = [], whole, 0
+    for chunks, count in walks:
+        of_them = min(left, count)
+        jobs += [(chunks * step, of_them), (chunks * half, 2 * (count - of_them))]
+        left, steps = left - of_them, steps + chunks * of_them
+    return Division(lpt_makespan(jobs, sm_count) + steps * crowd // sm_count, whole)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from deltaspan.layout import Partition
 from deltaspan.layout.pack import as_int
 from deltaspan.plan.cost import RankChunks, StepCosts, rank_chunks, rank_cost, rank_walk_steps
-from deltaspan.plan.forward_time import H200_TIMES, ForwardTimes, soonest
+from deltaspan.plan.step_time import H200_TIMES, StepTimes, soonest
 
 LONGEST_WALK = 256  # chunks of a segment, for every rule but `one`
 MOST_SEGMENTS = 64  # of a fragment
@@ -28,7 +28,7 @@ class Target:
 
     hv: int
     sm_count: int
-    costs: StepCosts | ForwardTimes = PUBLISHED_COSTS
+    costs: StepCosts | StepTimes = PUBLISHED_COSTS
 
     def cost(self, ranks: Sequence[RankChunks], plan: Sequence[int]) -> int:
         """Of the slowest rank, in units of 10 ns."""
@@ -172,7 +172,7 @@ def _small(ranks: Sequence[RankChunks], to: Target) -> bool:
 
 
 def _least_time(ranks: Sequence[RankChunks], to: Target) -> list[int]:
-    """Every rank as its own forward ends soonest."""
+    """Every rank as its own forward and training step end soonest."""
     return [soonest(rank, MOST_SEGMENTS, to.hv, to.sm_count, to.costs) for rank in ranks]
 
 
@@ -189,7 +189,7 @@ class Rule:
 
     choose: Callable[..., int] | Callable[..., list[int]]
     of_row: bool = False
-    costs: StepCosts | ForwardTimes = PUBLISHED_COSTS
+    costs: StepCosts | StepTimes = PUBLISHED_COSTS
 
 
 RULES = {

@@ -15,8 +15,8 @@ from deltaspan.bench.shards import LOCAL_SHARDS
 from deltaspan.layout import LAYOUTS
 from deltaspan.plan import plan_segments, rank_chunks
 from deltaspan.plan.cost import StepCosts
-from deltaspan.plan.forward_time import H200_TIMES, forward_time
 from deltaspan.plan.rules import PUBLISHED_COSTS
+from deltaspan.plan.step_time import H200_TIMES, forward_time
 
 PACKS = {"long": [60_000, 100, 70_000], "short": [100, 200]}
 CHEAP = StepCosts(tape=224, transfer=5, offset=30, compose=600, compose_weight=1)  # summaries cost next to nothing

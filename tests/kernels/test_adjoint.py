@@ -116,10 +116,11 @@ def test_the_order_of_partitions_changes_no_bit(rng: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("states", [True, False])
-def test_halves_of_v_give_the_same_bits(rng: torch.Generator, device: str, states: bool) -> None:
+@pytest.mark.parametrize("number", [0, 3])
+def test_walks_on_halves_of_v_give_the_same_bits(rng: torch.Generator, device: str, states: bool, number: int) -> None:
     g = given(rng, [130, 1], H=2, group=1, decay="slow").to(device)
     g.x.k[45, 1] *= 1.3  # a broken promise, too
-    whole, halves = (Machine(device).adjoint(g, seed=3, states=states, halves=h) for h in (False, True))
+    whole, halves = (Machine(device).adjoint(g, seed=3, states=states, whole=w) for w in (None, number))
     assert same_bits(whole[0], halves[0]) and whole[0][0, 0].isfinite().all()
     assert same_bits(whole[1], halves[1]) if states else whole[1] is halves[1] is None
 
@@ -201,13 +202,15 @@ FAULTS = {
     "no wait for what is prepared": (READY, ""),
     "no wait for dO": (f"        mbarrier.wait(do_full.index(b), (i >> 1) & 1)\n{READY}", READY),
     "no wait for keys": (f"{BROKEN}        mbarrier.wait(full.index(stage), phase)\n", BROKEN),
-    "no wait for room": (f"{ROOM}        mbarrier.expect", "        mbarrier.expect"),
+    "no wait for room": (f"{ROOM}        if alone", "        if alone"),
     "no wait for room for Y": (f"{ROOM}{BROKEN}", BROKEN),
     "two stages": ("STAGES = gl.constexpr(3)", "STAGES = gl.constexpr(2)"),
     "bytes of one tile too many": ("2 * CHUNK * HEAD_DIM * 2", "3 * CHUNK * HEAD_DIM * 2"),
     "a half walked for the other": ("    first = first + HELD\n", ""),
-    "dO of the other half": (".slice(HELD, HALF, 1)", ".slice(0, HALF, 1)"),
-    "dO not cleared in a tail": ("            clear_behind(dos.index(b), held)\n", ""),
+    "dO of the other half": ("dos.index(2 * b + HELD // HALF)", "dos.index(2 * b)"),
+    "dO of one half not cleared in a tail": ("for half in range(2)", "for half in range(1)"),
+    "bytes of both halves where one comes": ("do_full.index(b), VALUES)", "do_full.index(b), 2 * VALUES)"),
+    "a second walk of half of V": ("    if alone:\n        fence", "    if 0 > 1:\n        fence"),
     "q not cleared in a tail": ("            clear_behind(q, held)\n", ""),
     "k not cleared in a tail": ("            clear_behind(k, held)\n", ""),
     "no fence": (f"        fence_async_shared()\n{ARRIVE}", ARRIVE),
@@ -234,8 +237,8 @@ def planted() -> tuple[Given, list[Tensor]]:
 
 
 def of_the_first(machine: Machine, g: Given) -> list[Tensor]:
-    entering, D = machine.adjoint(g)
-    return [entering[0], D[:4]]
+    whole, halves = (machine.adjoint(g, whole=number) for number in (None, 0))
+    return [whole[0][0], whole[1][:4], halves[0][0], halves[1][:4]]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -111,7 +111,7 @@ def test_everything_raw(
     x = x.to(machine.device)
     found, exit = machine.forward(x, seed=3)
     assert relative(found, o) < BF16 and relative(exit, exits) < BF16
-    assert all(map(torch.equal, machine.forward(x, halves=True), (found, exit)))
+    assert all(map(torch.equal, machine.forward(x, whole=1), (found, exit)))
     assert relative(machine.forward(x, output=False)[1], exits) < BF16
     assert relative(machine.transfer(x), maps) < BF16
     error, size = ((t.double().square().sum(-1)).sqrt() for t in (found.cpu().double() - o, o))

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltaspan.plan import HOPPER_RULE, RULES, RankChunks, plan_segments, rank_chunks, row_segments
-from deltaspan.plan.forward_time import H200_TIMES, ByDecay, ForwardTimes, forward_time, least_forward_time
+from deltaspan.plan.step_time import (
+    H200_TIMES,
+    ByDecay,
+    StepTimes,
+    Summary,
+    forward_time,
+    least_plan_time,
+    plan_time,
+)
 
 from .rows import CASES, DATA, heads, multiprocessors, part_of, rank_of, row, tables
 
@@ -22,10 +30,12 @@ RANDOM = settings(max_examples=60, deadline=None)
 Table = list[tuple[int, bool, bool]]  # (chunks, state leaves for another fragment, and enters from one) by fragment
 
 small_tables = st.lists(st.tuples(st.integers(0, 40) | st.integers(0, 600), st.booleans(), st.booleans()), max_size=4)
+summaries = st.builds(
+    Summary, faded=st.integers(0, 9000), **{name: st.integers(1, 300) for name in ("short", "slow", "crowd")}
+)
+WALKS = tuple(name for name in StepTimes._fields if name not in ("exit", "map", "entry"))
 times = st.builds(
-    ForwardTimes,
-    **{name: st.integers(1, 300) for name in ForwardTimes._fields}
-    | {"faded": st.integers(0, 9000), "map_faded": st.integers(0, 3000)},
+    StepTimes, **{name: st.integers(1, 300) for name in WALKS}, exit=summaries, map=summaries, entry=summaries
 )
 
 
@@ -37,29 +47,63 @@ def busiest(lengths: list[int], machines: int) -> int:
     return max(loads)
 
 
-def time_of(table: Table, cut: int, hv: int, sm_count: int, times: ForwardTimes) -> ByDecay:
-    """Program by program."""
-    walks, exits, maps, alike = [], [], [], (cut - 1) * times.compose
+def walked(walks: list[int], sm_count: int, step: int, crowd: int, half: int) -> int:
+    """Longest first; those behind full rounds on halves, if that is sooner."""
+    walks = sorted(walks, reverse=True)
+
+    def until(whole: int) -> int:
+        items = [n * step for n in walks[:whole]] + [n * half for n in walks[whole:] for _ in range(2)]
+        return busiest(items, sm_count) + sum(walks[:whole]) * crowd // sm_count
+
+    longest = sorted(set(walks))[-4:]
+    ends = [len(walks), *(max(i for i, n in enumerate(walks, 1) if n == length) for length in longest)]
+    none = until(len(walks))
+    busy = sum(walks) * min(step + crowd, 2 * half) // sm_count
+    if 100 * none <= 104 * busy:
+        return none
+    return min(none, until(0), *(until(end // sm_count * sm_count) for end in ends))
+
+
+def times_of(table: Table, cut: int, hv: int, sm_count: int, times: StepTimes) -> tuple[ByDecay, ByDecay]:
+    """Program by program: a forward, and that with a training step."""
+    by_head, exits, maps, entries, told, told_back = (
+        [],
+        [],
+        [],
+        [],
+        (cut - 1) * times.compose,
+        (cut - 1) * times.compose,
+    )
     for chunks, crosses_out, crosses_in in table:
-        pieces = [-(-chunks // cut)] * min(cut, chunks) * hv  # all as long as the longest
-        handed_on = pieces if crosses_out else pieces[hv:]
-        walks += pieces
+        pieces = [-(-chunks // cut)] * min(cut, chunks)  # all as long as the longest
+        by_head += pieces
+        handed_on, handed_back = ((pieces if crosses else pieces[1:]) * hv for crosses in (crosses_out, crosses_in))
         exits += handed_on
+        entries += handed_back
         maps += handed_on if crosses_in else handed_on[hv:]
-        alike += len(handed_on) * (times.crossing if crosses_in else times.state)
-    whole = busiest(walks, sm_count) * times.walk + sum(walks) * times.crowd // sm_count
-    alike += min(whole, busiest(walks * 2, sm_count) * times.half)
-    moderate = slow = alike
-    for these, faded, short, step, crowd in ((exits, *times[3:7]), (maps, *times[7:11])):
-        moderate += busiest([faded if steps >= 27 else short * steps for steps in these], sm_count)
-        slow += busiest(these, sm_count) * step + sum(these) * crowd // sm_count
-    return ByDecay(moderate, slow)
+        told += len(handed_on) * (times.crossing if crosses_in else times.state)
+        told_back += len(handed_back) * (times.crossing if crosses_out else times.state)
+    walk = walked(by_head * hv, sm_count, times.walk, times.crowd, times.half)
+    back = 2 * walked(by_head * -(-hv // 2), sm_count, times.back, times.back_crowd, times.back_half)
+    forward, step = [], []
+    for faded in (True, False):
+
+        def summed(these: list[int], of: Summary, faded: bool = faded) -> int:
+            if faded:
+                return busiest([of.faded if steps >= 27 else of.short * steps for steps in these], sm_count)
+            return busiest(these, sm_count) * of.slow + sum(these) * of.crowd // sm_count
+
+        summary = summed(exits, times.exit) + summed(maps, times.map)
+        forward.append(walk + told + summary)
+        step.append(walk + told + summary + back + told_back + summed(entries, times.entry))
+        step[-1] += forward[-1] + told + summary  # the forward by itself, and summaries once more
+    return ByDecay(*forward), ByDecay(*step)
 
 
-def best(table: Table, hv: int, sm_count: int, times: ForwardTimes) -> int:
+def best(table: Table, hv: int, sm_count: int, times: StepTimes) -> int:
     """Of all cuts."""
     longest = max((chunks for chunks, *_ in table), default=0)
-    found = {cut: time_of(table, cut, hv, sm_count, times) for cut in range(1, max(1, min(64, longest)) + 1)}
+    found = {cut: times_of(table, cut, hv, sm_count, times)[1] for cut in range(1, max(1, min(64, longest)) + 1)}
     bound = min(time.moderate for time in found.values()) * 106
     weighed = {cut: time.moderate + 2 * time.slow for cut, time in found.items() if 100 * time.moderate <= bound}
     return min(weighed, key=lambda cut: (weighed[cut], cut))
@@ -69,7 +113,8 @@ def best(table: Table, hv: int, sm_count: int, times: ForwardTimes) -> int:
 @given(small_tables, st.integers(1, 64), st.integers(1, 12), st.integers(1, 140), times)
 def test_the_time_of_a_rank_is_that_of_its_programs(table, cut, hv, sm_count, times):
     cut = min(cut, max([1, *(chunks for chunks, *_ in table)]))
-    assert forward_time(rank_of(table), cut, hv, sm_count, times) == time_of(table, cut, hv, sm_count, times)
+    found = tuple(of(rank_of(table), cut, hv, sm_count, times) for of in (forward_time, plan_time))
+    assert found == times_of(table, cut, hv, sm_count, times)
 
 
 @RANDOM
@@ -86,7 +131,7 @@ def test_no_cut_is_better(table, hv, sm_count, times):
 def test_no_time_falls_below_its_bound(table, hv, sm_count, times, one, other):
     device, rank = (hv, sm_count, times), rank_of(table)
     fewer, more = sorted((one, other))
-    assert least_forward_time(rank, fewer, *device) <= min(forward_time(rank, more, *device))
+    assert least_plan_time(rank, fewer, *device) <= min(plan_time(rank, more, *device))
 
 
 # --- plans of record --------------------------------------------------------------------------------------------------
@@ -120,8 +165,11 @@ def test_the_record_covers_every_pack_group_and_layout():
 
 def test_one_long_document_is_cut_and_four_short_ones_are_not():
     whole = rank_of([(249, False)])
-    # 48 walks leave 84 multiprocessors idle, 96 on halves of V 36
+    # 48 walks leave 84 multiprocessors idle, 96 on halves of V 36; in three pieces 132 walks are one round, and 12 that
+    # are left over begin another on halves
     assert forward_time(whole, 1, 48, 132, H200_TIMES) == (249 * 141, 249 * 141)
+    alike = 83 * (194 + 141) + 132 * 83 * 24 // 132 + 96 * 30 + 2 * 470
+    assert forward_time(whole, 3, 48, 132, H200_TIMES).moderate == alike + 2270 + 430
     # in five: 240 walks of 50 chunks, 192 exit states and 144 maps, all in two rounds
     alike = 2 * 50 * 194 + 240 * 50 * 24 // 132 + 192 * 30 + 4 * 470
     slow = 2 * 50 * 82 + 192 * 50 * 48 // 132 + 2 * 50 * 128 + 144 * 50 * 74 // 132
@@ -137,35 +185,43 @@ def test_one_long_document_is_cut_and_four_short_ones_are_not():
     head, middle = (rank_of([(249, True, entered)]) for entered in (False, True))
     assert forward_time(head, 5, 48, 132, H200_TIMES).moderate == alike + 240 * 30 + 2 * 2270 + 2 * 430
     assert forward_time(middle, 5, 48, 132, H200_TIMES).moderate == alike + 240 * 70 + 2 * 2270 + 2 * 430
-    cuts = [row_segments([rank_of([(n, False)])], hv=48, sm_count=132, rule=HOPPER_RULE) for n in (60, 498, 996, 1992)]
-    assert cuts == [[1], [2], [5], [8]]
+    # a forward, and a step: in five, slabs of 24 heads are 120 walks in one round, and 192 adjoints of entry states two
+    alike = 2 * (2 * 50 * 194 + 240 * 50 * 24 // 132) + 2 * (50 * 384 + 120 * 50 * 48 // 132) + 4 * (192 * 30 + 4 * 470)
+    assert plan_time(whole, 5, 48, 132, H200_TIMES).moderate == alike + 3 * 2 * (2270 + 430) + 2 * 3840
+    cuts = [row_segments([rank_of([(n, False)])], hv=48, sm_count=132, rule=HOPPER_RULE) for n in (60, 498, 1992)]
+    assert cuts == [[2], [5], [11]]
     assert row_segments([rank_of([(128, False)] * 4)], hv=48, sm_count=132, rule=HOPPER_RULE) == [1]
 
 
 # Where one time stands for all, on three multiprocessors with two heads: 2 chunks in one piece take 2 steps, in two
-# pieces, which are four walks, 2 as well.
-STEPS = ForwardTimes(**dict.fromkeys(ForwardTimes._fields, 0) | {"walk": 100, "half": 900})
+# pieces, which are four walks, 2 as well, in a forward by itself and in that of a step. Between pieces each head tells
+# a state in both, in the recompute, and on its way back: eight.
+NOTHING = Summary(0, 0, 0, 0)
+STEPS = StepTimes(
+    **dict.fromkeys(WALKS, 0) | {"walk": 100, "half": 900}, **dict.fromkeys(("exit", "map", "entry"), NOTHING)
+)
 
 
 @pytest.mark.parametrize(
-    ("changed", "cut"),
+    ("state", "slow", "cut"),
     [
-        ({}, 1),  # of equals the fewest
-        ({"state": -1}, 2),
-        ({"state": 6, "slow": -19}, 2),  # 212 beside 200 where it fades is near; 212 + 2 x 193 beside 200 + 2 x 200
-        ({"state": 6, "slow": -17}, 1),
-        ({"state": 7, "slow": -99}, 1),  # more than 6 %
+        (0, 0, 1),  # of equals the fewest
+        (-1, 0, 2),
+        (3, -13, 2),  # 424 beside 400 where it fades is near; 424 + 2 x (424 - 3 x 13) beside 400 + 2 x 400
+        (3, -11, 1),
+        (4, -99, 1),  # more than 6 %
     ],
 )
-def test_a_time_a_little_above_the_least_is_given_for_less_under_slow_decay(changed, cut, monkeypatch):
-    monkeypatch.setitem(RULES, HOPPER_RULE, replace(RULES[HOPPER_RULE], costs=STEPS._replace(**changed)))
+def test_a_time_a_little_above_the_least_is_given_for_less_under_slow_decay(state, slow, cut, monkeypatch):
+    times = STEPS._replace(state=state, exit=NOTHING._replace(slow=slow))
+    monkeypatch.setitem(RULES, HOPPER_RULE, replace(RULES[HOPPER_RULE], costs=times))
     assert row_segments([rank_of([(2, False)])], hv=2, sm_count=3, rule=HOPPER_RULE) == [cut]
 
 
 def test_what_no_cut_can_fall_below_may_lie_a_little_above_the_least(monkeypatch):
-    # one multiprocessor and one head: whole 200, in two 212 beside 200, and no other cut can take less than that
-    times = STEPS._replace(state=12, slow=-50)
-    assert least_forward_time(rank_of([(2, False)]), 2, 1, 1, times) == 212
+    # one multiprocessor and one head: whole 400, in two 424 beside 400, and no other cut can take less than that
+    times = STEPS._replace(state=6, exit=NOTHING._replace(slow=-13))
+    assert least_plan_time(rank_of([(2, False)]), 2, 1, 1, times) == 424
     monkeypatch.setitem(RULES, HOPPER_RULE, replace(RULES[HOPPER_RULE], costs=times))
     assert row_segments([rank_of([(2, False)])], hv=1, sm_count=1, rule=HOPPER_RULE) == [2]
 
@@ -184,7 +240,9 @@ def test_a_rank_is_cut_for_itself():
 
 
 @pytest.mark.parametrize("factor", [0, 5])
-@pytest.mark.parametrize("name", ForwardTimes._fields)
+@pytest.mark.parametrize(
+    "name", [*WALKS, *(f"{of}.{name}" for of in ("exit", "map", "entry") for name in NOTHING._fields)]
+)
 def test_every_time_decides_a_plan(name, factor, monkeypatch):
     rows = [(part_of(n), of["hv"], of["sm"]) for n, of in CASES.items()]
     rows += [(row(json.loads(lengths), 1, "C"), hv, 132) for lengths in RECORD["documents"] for hv in (6, 12, 48)]
@@ -193,7 +251,10 @@ def test_every_time_decides_a_plan(name, factor, monkeypatch):
         return [plan_segments(part, hv=hv, sm_count=sm, rule=HOPPER_RULE) for part, hv, sm in rows]
 
     before = plans()
-    times = H200_TIMES._replace(**{name: factor * getattr(H200_TIMES, name)})
+    of, _, part = name.partition(".")
+    known = getattr(H200_TIMES, of)
+    changed = known._replace(**{part: factor * getattr(known, part)}) if part else factor * known
+    times = H200_TIMES._replace(**{of: changed})
     monkeypatch.setitem(RULES, HOPPER_RULE, replace(RULES[HOPPER_RULE], costs=times))
     assert Counter(map(str, plans())) != Counter(map(str, before))
 

@@ -1,12 +1,14 @@
 """The LPT makespan against handing jobs out one by one, against its bounds and against the best there is."""
 
 from heapq import heapreplace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltaspan.plan import in_halves, lpt_makespan
+from deltaspan.plan import lpt_makespan, soonest_division
+from deltaspan.plan.cost import LEAST_GAIN, LONGEST
 
 Jobs = list[tuple[int, int]]
 
@@ -124,18 +126,39 @@ def test_no_machines_are_refused(machines):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "hv", "halves"),
+    ("chunks", "hv", "whole"),
     [
-        ([2048], 6, True),  # one document of 131,072 tokens and few heads leave most of a device idle
-        ([40] * 11, 6, True),  # 66 items, twice as many fit side by side
-        ([40] * 12, 6, False),  # 72 do not: two rounds of half, at three quarters of a step each
-        ([40] * 11, 48, False),
-        ([900, 3, 3, 1], 12, True),  # the longest decides
-        ([900, 3, 3, 1] * 16, 12, False),
-        ([40] * 11 + [13], 6, True),  # 13 half steps come on top of 40: 53 at three quarters are fewer than 40
-        ([40] * 11 + [14], 6, False),
-        ([], 48, False),
+        ([2048], 6, 0),  # one document of 131,072 tokens and few heads leave most of a device idle
+        ([40] * 11, 6, 0),  # 66 items, twice as many fit side by side
+        ([40] * 12, 6, 72),  # 72 do not: two rounds of half, at three quarters of a step each
+        ([40] * 11, 48, 528),  # four rounds, and none that leaves anybody idle
+        ([128] * 4, 48, 132),  # 192 items: one round, and 120 halves
+        ([900, 3, 3, 1], 12, 0),  # the longest decides
+        ([900, 3, 3, 1] * 16, 12, 132),  # and here, too, of which there are 192
+        ([128] * 44, 48, 44 * 48),  # 2,112 items are 16 rounds, too many to gain 4 %
+        ([40] * 11 + [13], 6, 0),  # 13 half steps come on top of 40: 53 at three quarters are fewer than 40
+        ([40] * 11 + [14], 6, 72),
+        ([], 48, 0),
     ],
 )
-def test_halves_of_v_where_a_device_would_be_idle(chunks: list[int], hv: int, halves: bool) -> None:
-    assert in_halves(chunks, hv, 132) is halves
+def test_halves_of_v_where_a_device_would_be_idle(chunks: list[int], hv: int, whole: int) -> None:
+    assert soonest_division([(n, hv) for n in chunks], 132).whole == whole
+
+
+@RANDOM
+@given(few_jobs, st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(0, 3))
+def test_a_division_is_the_soonest_of_three(walks, machines, step, half, crowd):
+    items = sorted((n for n, count in walks for _ in range(count if n else 0)), reverse=True)
+    found = {}
+    counts = accumulate(len([n for n in items if n == length]) for length in sorted(set(items), reverse=True))
+    ends = {*list(counts)[:LONGEST], len(items)}
+    for whole in (len(items), *(end - end % machines for end in ends), 0):
+        jobs = [(n * step, 1) for n in items[:whole]] + [(n * half, 2) for n in items[whole:]]
+        found[whole] = one_by_one(jobs, machines) + sum(items[:whole]) * crowd // machines
+    time, whole = soonest_division(walks, machines, step=step, half=half, crowd=crowd)
+    assert time == found[whole]
+    busy = sum(items) * min(step + crowd, 2 * half) // machines
+    if 100 * found[len(items)] <= (100 + LEAST_GAIN) * busy:
+        assert whole == len(items)
+    else:
+        assert time == min(found.values()) and whole == max(w for w in found if found[w] == time)

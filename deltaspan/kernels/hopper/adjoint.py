@@ -11,9 +11,9 @@ what a token feels of D times what it hands on, 2^(G_C - G_i) a_i, is 2^(G_C) wh
     U^T = D^T K^T        D^T <- 2^(G_C) D^T + dO^T Q' - (2^(G_C) U^T) Y
 
 Of its products the first and the last are the chain, the second fills the time between them. Partitions are the
-forward's: two warpgroups walk, one on each half of V; one prepares Y and Q' for the next chunk; one warp loads. Or a
-program walks one half of V: the same products, so the same bits. Rows of q, k and do behind a fragment's end are set to
-zero in shared memory before anything is computed from them.
+forward's: two warpgroups walk, one on each half of V; one prepares Y and Q' for the next chunk; one warp loads. And as
+there, two programs walk half of V each where one would leave multiprocessors idle, with the same bits. Rows of q, k and
+do behind a fragment's end are set to zero in shared memory before anything is computed from them.
 
 With STATES the walk also writes D at the end of every chunk, for the gradients. Without, only the adjoint of the entry
 state is wanted, which feels the first chunks of a segment: the walk begins at the last of those, with the adjoint of
@@ -26,7 +26,14 @@ import math
 
 from torch import Tensor
 
-from deltaspan.kernels.hopper.forward import chunks_felt, clear_behind, heads_apart, no_state
+from deltaspan.kernels.hopper.forward import (
+    chunks_felt,
+    clear_behind,
+    heads_apart,
+    init_for_walks,
+    no_state,
+    walked_by_program,
+)
 from deltaspan.kernels.hopper.gluon import (
     Tilings,
     barrier,
@@ -56,25 +63,23 @@ HALF = gl.constexpr(64)  # of V, a warpgroup's share
 STAGES = gl.constexpr(3)  # of q, k, A and G: one more than of dO, so that room for dO says that there is room for them
 
 
-@gluon.jit(do_not_specialize=["given"])
+@gluon.jit(do_not_specialize=["given", "whole"])
 def adjoint_kernel(
     q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, state_tiles, leaving, nothing, entering, broken, reach,
-    segments, given, NC, scale_log2, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr, HALVES: gl.constexpr,
+    segments, given, whole, NC, scale_log2, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr,
     STATES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles (descriptors): q, k [T, H * 128], do [T, HV * 128] by [64, 128], do by [64, 64] with HALVES; A
-    [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; states [NC * HV * 128, 128] by [64, 128], the rows
-    V and the columns K, touched with STATES only.
+    """Tiles (descriptors): q, k [T, H * 128] by [64, 128]; do [T, HV * 128] by [64, 64]; A [HV * NC * 64, 64] by
+    [64, 64]; G [HV * NC, 64] by [1, 64] fp32; states [NC * HV * 128, 128] by [64, 128], the rows V and the columns K,
+    touched with STATES only.
 
     leaving [given, HV, K, V] fp32, the adjoint of exit states; nothing [K, V] fp32, zero; entering [n, HV, K, V] fp32,
     that of entry states; of both APART heads lie from one row to the next; broken [H, NC] int32; reach [HV, NC] fp32;
     segments [n, 5] int32: first token, end, first chunk, row of leaving, from `given` on nothing, and of entering.
-    Programs: segments, then heads, then with HALVES those of V.
+    Programs: as for the forward.
     """
     HV: gl.constexpr = H * GROUP
-    WALKS: gl.constexpr = 1 if HALVES else 2
-    first = gl.program_id(0) % (2 // WALKS) * HALF
-    item = gl.program_id(0) // (2 // WALKS)
+    item, first, alone = walked_by_program(whole)
     segment = segments + (item // HV) * 5
     hv = item % HV
     begin = gl.load(segment)
@@ -90,9 +95,9 @@ def adjoint_kernel(
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], k_tiles.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], A_tiles.layout)
     gs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], G_tiles.layout)
-    dos = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, WALKS * HALF], do_tiles.layout)
+    dos = gl.allocate_shared_memory(gl.bfloat16, [2 * 2, CHUNK, HALF], do_tiles.layout)
     ys = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
-    outs = gl.allocate_shared_memory(gl.bfloat16, [WALKS if STATES else 1, HALF, HEAD_DIM], state_tiles.layout)
+    outs = gl.allocate_shared_memory(gl.bfloat16, [2 if STATES else 1, HALF, HEAD_DIM], state_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -102,7 +107,7 @@ def adjoint_kernel(
     for j in gl.static_range(2):
         mbarrier.init(do_full.index(j), count=1)
         mbarrier.init(ready.index(j), count=1)
-        mbarrier.init(free.index(j), count=WALKS)
+        init_for_walks(free.index(j), alone)
 
     h = hv // GROUP
     state = nothing
@@ -117,38 +122,28 @@ def adjoint_kernel(
     )  # fmt: skip
     loading = (
         q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, qs, ks, ws, gs, dos, full, do_full, free, begin, hv * NC + chunk,
-        n, h * HEAD_DIM, hv * HEAD_DIM + first,
+        n, h * HEAD_DIM, hv * HEAD_DIM + first, alone,
     )  # fmt: skip
-    if HALVES:
-        gl.warp_specialize(
-            [
-                (walk, (walking, HV, 0, STATES)),
-                (prepare, preparing),
-                (load, loading),
-            ],
-            [4, 1],
-            [PREPARE_REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (walk, (walking, HV, 0, STATES)),
-                (walk, (walking, HV, HALF, STATES)),
-                (prepare, preparing),
-                (load, loading),
-            ],
-            [4, 4, 1],
-            [CHAIN_REGISTERS, PREPARE_REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (walk, (walking, HV, 0, STATES)),
+            (walk_beside, (alone, walking, HV, STATES)),
+            (prepare, preparing),
+            (load, loading),
+        ],
+        [4, 4, 1],
+        [CHAIN_REGISTERS, PREPARE_REGISTERS, 24],
+    )
 
 
 @gluon.jit
 def load(
     q_tiles, k_tiles, do_tiles, A_tiles, G_tiles, qs, ks, ws, gs, dos, full, do_full, free, begin, row, n, key_column,
-    value_column,
+    value_column, alone,
 ):  # fmt: skip
     """Tiles of every chunk, from the last on; those of dO, which only the walk reads, two ahead at most."""
     BYTES: gl.constexpr = 2 * CHUNK * HEAD_DIM * 2 + CHUNK * CHUNK * 2 + CHUNK * 4
+    VALUES: gl.constexpr = CHUNK * HALF * 2
     stage = 0
     for i in range(n):
         b = i & 1
@@ -160,8 +155,12 @@ def load(
         load_tile(A_tiles, [(row + c) * CHUNK, 0], full.index(stage), ws.index(stage))
         load_tile(G_tiles, [row + c, 0], full.index(stage), gs.index(stage))
         mbarrier.wait(free.index(b), ((i >> 1) & 1) ^ 1)
-        mbarrier.expect(do_full.index(b), CHUNK * dos.shape[2] * 2)
-        load_tile(do_tiles, [token, value_column], do_full.index(b), dos.index(b))
+        if alone:
+            mbarrier.expect(do_full.index(b), VALUES)
+        else:
+            mbarrier.expect(do_full.index(b), 2 * VALUES)
+            load_tile(do_tiles, [token, value_column + HALF], do_full.index(b), dos.index(2 * b + 1))
+        load_tile(do_tiles, [token, value_column], do_full.index(b), dos.index(2 * b))
         stage = stage + 1
         stage = gl.where(stage == STAGES, 0, stage)
 
@@ -194,7 +193,8 @@ def prepare(qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken, tokens,
             mbarrier.wait(do_full.index(b), (i >> 1) & 1)
             clear_behind(q, held)
             clear_behind(k, held)
-            clear_behind(dos.index(b), held)
+            for half in range(2):
+                clear_behind(dos.index(2 * b + half), held)
             fence_async_shared()
             barrier()
         if first_broken < CHUNK:  # a and gamma come from here
@@ -220,6 +220,16 @@ def prepare(qs, ks, ws, gs, dos, ys, full, do_full, ready, free, broken, tokens,
         stage = stage + 1
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
         stage = gl.where(stage == STAGES, 0, stage)
+    fence_async_shared()  # no load is under way when a partition ends
+
+
+@gluon.jit
+def walk_beside(alone, given, HV: gl.constexpr, STATES: gl.constexpr):
+    """The second walk of a program that is not for half of V."""
+    if alone:
+        fence_async_shared()  # as at the end of the others
+    else:
+        walk(given, HV, HALF, STATES)
 
 
 @gluon.jit
@@ -244,7 +254,7 @@ def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
         k = ks.index(stage)
         q = qs.index(stage)
         y = ys.index(b)
-        do = dos.index(b).slice(HELD, HALF, 1).permute((1, 0))
+        do = dos.index(2 * b + HELD // HALF).permute((1, 0))
         narrow = D.to(gl.bfloat16)
         d = gl.convert_layout(narrow, LEFT)
         mbarrier.wait(full.index(stage), phase)
@@ -279,11 +289,11 @@ def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
 
 def adjoint(
     q: Tensor, k: Tensor, do: Tensor, made: Prepared, leaving: Tensor, segments: Tensor, scale: float,
-    *, states: bool, halves: bool = False, tilings: Tilings | None = None, found: Tensor | None = None,
+    *, states: bool, whole: int | None = None, tilings: Tilings | None = None, found: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launches the kernel; q, k [T, H, 128], do [T, HV, 128] bf16, rows of any pitch; leaving [E, HV, K, V] fp32, the
-    adjoint of exit states, or those heads of more; segments as the kernel has them; programs on halves of V or on all
-    of it. found: where the adjoint of entry states goes to, as far apart as leaving.
+    adjoint of exit states, or those heads of more; segments as the kernel has them; whole: as for the forward. found:
+    where the adjoint of entry states goes to, as far apart as leaving.
 
     Returns the adjoint of entry states [n, HV, K, V], and with `states` D at the end of every chunk [NC, HV, V, K]
     bf16, transposed. Without, the walk begins where the entry state begins to feel it. tilings: as for the forward.
@@ -291,6 +301,7 @@ def adjoint(
     A, G, broken, reach, lengths = made
     n, H, (HV, NC) = segments.shape[0], k.shape[1], reach.shape
     assert lengths is None, "the walk takes ready q and k"
+    whole = n * HV if whole is None else whole
     entering = leaving.new_empty(n, *leaving.shape[1:]) if found is None else found
     apart = heads_apart(leaving)
     assert apart == heads_apart(entering)
@@ -299,10 +310,9 @@ def adjoint(
         shared = Tilings() if tilings is None else tilings
         A_tiles = shared.of(A, 64, 64, 64)
         launch(
-            adjoint_kernel, (n * HV * (1 + halves),), shared.rows(q), shared.rows(k),
-            shared.rows(do, 64 if halves else 128), A_tiles, shared.of(G, 64, 1, 64),
-            A_tiles if written is None else tiles(written, 128, 64, 128), leaving, no_state(leaving.device), entering,
-            broken, reach, segments, leaving.shape[0], NC, math.log2(scale), H=H, GROUP=HV // H, APART=apart,
-            HALVES=halves, STATES=states, num_warps=4, **LAUNCH,
+            adjoint_kernel, (2 * n * HV - whole,), shared.rows(q), shared.rows(k), shared.rows(do, 64), A_tiles,
+            shared.of(G, 64, 1, 64), A_tiles if written is None else tiles(written, 128, 64, 128), leaving,
+            no_state(leaving.device), entering, broken, reach, segments, leaving.shape[0], whole, NC, math.log2(scale),
+            H=H, GROUP=HV // H, APART=apart, STATES=states, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return entering, written

@@ -13,10 +13,10 @@ times r, the products (Q K^T) A and A^T K are those with ready keys. All else co
     R^T = V^T - r a (S^T K^T)              W = scale s E o (tril(Q K^T) A)      O^T = scale s a (S^T Q^T) + R^T W^T
 
 Four partitions: two warpgroups walk, one on each half of V; one prepares X, W and a for the next chunk, off the chain;
-one warp loads. Where that leaves multiprocessors idle a program walks one half of V, and X and W are made for each:
-the same products, so the same bits. Rows of k and v behind a fragment's end, which the loads take from the next
-document, are set to zero in shared memory before anything is computed from them; what q's rows there give is not
-stored.
+one warp loads. Of walks that would leave multiprocessors idle at the end each half of V is a program of its own, and X
+and W are made for both: the same products, so the same bits. Rows of k and v behind a fragment's end, which the loads
+take from the next document, are set to zero in shared memory before anything is computed from them; what q's rows there
+give is not stored.
 
 Without output the same walk gives a segment's exit state alone, for its summary. It may then begin late: what decays
 below the smallest fp32 number until the end of the segment cannot be felt there. With STATES in place of the output it
@@ -62,27 +62,25 @@ HALF = gl.constexpr(64)  # of V, a warpgroup's share
 NOTHING = gl.constexpr(-155.0)  # 2^-149 is the smallest fp32 number, a state of 32 then too
 
 
-@gluon.jit(do_not_specialize=["given"])  # nothing but a bound: it would only be compiled again
+@gluon.jit(do_not_specialize=["given", "whole"])  # nothing but bounds: it would only be compiled again
 def forward_kernel(
     q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, state_tiles, o, entry, nothing, exit, broken, reach, lengths,
-    segments, given, NC, scale, scale_log2, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr,
-    L2NORM: gl.constexpr, HALVES: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, EXIT: gl.constexpr,
+    segments, given, whole, NC, scale, scale_log2, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr,
+    L2NORM: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, EXIT: gl.constexpr,
     STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles (descriptors): q, k [T, H * 128], v [T, HV * 128] by [64, 128], v by [64, 64] with HALVES; A
-    [HV * NC * 64, 64] by [64, 64]; G [HV * NC, 64] by [1, 64] fp32; o [T, HV * 128] by [64, 64]; states
-    [NC * HV * 128, 128] by [64, 128], the rows V and the columns K, touched with STATES only.
+    """Tiles (descriptors): q, k [T, H * 128] by [64, 128]; v, o [T, HV * 128] by [64, 64]; A [HV * NC * 64, 64] by
+    [64, 64]; G [HV * NC, 64] by [1, 64] fp32; states [NC * HV * 128, 128] by [64, 128], the rows V and the columns K,
+    touched with STATES only.
 
     o [T, HV, 128] bf16; entry [given, HV, K, V] fp32, of which APART heads lie from one row to the next; nothing
     [K, V] fp32, zero; exit [n, HV, K, V] fp32; broken [H, NC] int32; reach [HV, NC] fp32; segments [n, 5] int32: first
     token, end, first chunk, row of entry, from `given` on nothing, and, with EXIT, of exit. Programs: segments, then
-    heads, then with HALVES those of V. Without OUTPUT neither q nor o is touched, and lengths [H, NC, 2, 64] fp32 only
-    with L2NORM.
+    heads, the first `whole` of them, and then two for each of the others. Without OUTPUT neither q nor o is touched,
+    and lengths [H, NC, 2, 64] fp32 only with L2NORM.
     """
     HV: gl.constexpr = H * GROUP
-    WALKS: gl.constexpr = 1 if HALVES else 2
-    first = gl.program_id(0) % (2 // WALKS) * HALF
-    item = gl.program_id(0) // (2 // WALKS)
+    item, first, alone = walked_by_program(whole)
     segment = segments + (item // HV) * 5
     hv = item % HV
     begin = gl.load(segment)
@@ -100,7 +98,7 @@ def forward_kernel(
 
     qs = gl.allocate_shared_memory(gl.bfloat16, [STAGES if OUTPUT else 1, CHUNK, HEAD_DIM], q_tiles.layout)
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], k_tiles.layout)
-    vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, WALKS * HALF], v_tiles.layout)
+    vs = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, CHUNK, HALF], v_tiles.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], A_tiles.layout)  # A, and W in its place
     gs = gl.allocate_shared_memory(gl.float32, [STAGES, 1, CHUNK], G_tiles.layout)
     xs = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
@@ -111,19 +109,19 @@ def forward_kernel(
     if L2NORM:
         keeps = gl.allocate_shared_memory(gl.float32, [2, CHUNK], PLAIN)
     if STATES:
-        outs = gl.allocate_shared_memory(gl.bfloat16, [WALKS, HALF, HEAD_DIM], state_tiles.layout)
+        outs = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, HEAD_DIM], state_tiles.layout)
     else:
-        outs = gl.allocate_shared_memory(gl.bfloat16, [WALKS, CHUNK, HALF], o_tiles.layout)
+        outs = gl.allocate_shared_memory(gl.bfloat16, [2, CHUNK, HALF], o_tiles.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for j in gl.static_range(STAGES):
         mbarrier.init(full.index(j), count=1)
-        mbarrier.init(empty.index(j), count=WALKS)
+        init_for_walks(empty.index(j), alone)
     for j in gl.static_range(2):
         mbarrier.init(ready.index(j), count=1)
-        mbarrier.init(free.index(j), count=WALKS)
+        init_for_walks(free.index(j), alone)
 
     h = hv // GROUP
     state = nothing
@@ -142,52 +140,62 @@ def forward_kernel(
     )  # fmt: skip
     loading = (
         q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin, hv * NC + chunk, n,
-        h * HEAD_DIM, hv * HEAD_DIM + first,
+        h * HEAD_DIM, hv * HEAD_DIM + first, alone,
     )  # fmt: skip
-    if HALVES:
-        gl.warp_specialize(
-            [
-                (walk, (walking, HV, 0, STAGES, OUTPUT, STATES, EXIT)),
-                (prepare, (preparing, inverse, STAGES, L2NORM, OUTPUT)),
-                (load, (loading, STAGES, OUTPUT)),
-            ],
-            [4, 1],
-            [PREPARE_REGISTERS, 24],
-        )
+    gl.warp_specialize(
+        [
+            (walk, (walking, HV, 0, STAGES, OUTPUT, STATES, EXIT)),
+            (walk_beside, (alone, walking, HV, STAGES, OUTPUT, STATES, EXIT)),
+            (prepare, (preparing, inverse, STAGES, L2NORM, OUTPUT)),
+            (load, (loading, STAGES, OUTPUT)),
+        ],
+        [4, 4, 1],
+        [CHAIN_REGISTERS, PREPARE_REGISTERS, 24],
+    )
+
+
+@gluon.jit
+def walked_by_program(whole):
+    """Of the walks of segments and heads the one that is this program's, its first channel of V, and whether it walks
+    no further than half of them: the first `whole` are a program each, and all others two."""
+    program = gl.program_id(0)
+    behind = gl.maximum(program - whole, 0)
+    return gl.minimum(program, whole) + behind // 2, behind % 2 * HALF, program >= whole
+
+
+@gluon.jit
+def init_for_walks(barrier, alone):
+    """For an arrival of each walk."""
+    if alone:
+        mbarrier.init(barrier, count=1)
     else:
-        gl.warp_specialize(
-            [
-                (walk, (walking, HV, 0, STAGES, OUTPUT, STATES, EXIT)),
-                (walk, (walking, HV, HALF, STAGES, OUTPUT, STATES, EXIT)),
-                (prepare, (preparing, inverse, STAGES, L2NORM, OUTPUT)),
-                (load, (loading, STAGES, OUTPUT)),
-            ],
-            [4, 4, 1],
-            [CHAIN_REGISTERS, PREPARE_REGISTERS, 24],
-        )
+        mbarrier.init(barrier, count=2)
 
 
 @gluon.jit
 def load(given, STAGES: gl.constexpr, OUTPUT: gl.constexpr):
     (
         q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin, row, n, key_column,
-        value_column,
+        value_column, alone,
     ) = given  # fmt: skip
-    BYTES: gl.constexpr = (
-        (2 if OUTPUT else 1) * CHUNK * HEAD_DIM * 2 + CHUNK * vs.shape[2] * 2 + CHUNK * CHUNK * 2 + CHUNK * 4
-    )
+    BYTES: gl.constexpr = (2 if OUTPUT else 1) * CHUNK * HEAD_DIM * 2 + CHUNK * CHUNK * 2 + CHUNK * 4
+    VALUES: gl.constexpr = CHUNK * HALF * 2
     stage = 0
     phase = 0
     for i in range(n):
         mbarrier.wait(empty.index(stage), phase ^ 1)
-        mbarrier.expect(full.index(stage), BYTES)
         token = begin + i * CHUNK
+        if alone:
+            mbarrier.expect(full.index(stage), BYTES + VALUES)
+        else:
+            mbarrier.expect(full.index(stage), BYTES + 2 * VALUES)
+            load_tile(v_tiles, [token, value_column + HALF], full.index(stage), vs.index(2 * stage + 1))
         load_tile(k_tiles, [token, key_column], full.index(stage), ks.index(stage))
         if OUTPUT:
             load_tile(q_tiles, [token, key_column], full.index(stage), qs.index(stage))
         load_tile(A_tiles, [(row + i) * CHUNK, 0], full.index(stage), ws.index(stage))
         load_tile(G_tiles, [row + i, 0], full.index(stage), gs.index(stage))
-        load_tile(v_tiles, [token, value_column], full.index(stage), vs.index(stage))
+        load_tile(v_tiles, [token, value_column], full.index(stage), vs.index(2 * stage))
         stage = stage + 1
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
         stage = gl.where(stage == STAGES, 0, stage)
@@ -218,7 +226,8 @@ def prepare(given, inverse, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: 
         held = end - begin - i * CHUNK
         if held < CHUNK:
             clear_behind(k, held)
-            clear_behind(vs.index(stage), held)
+            for half in range(2):
+                clear_behind(vs.index(2 * stage + half), held)
             fence_async_shared()
             barrier()
         if OUTPUT:
@@ -260,6 +269,7 @@ def prepare(given, inverse, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: 
         stage = stage + 1
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
         stage = gl.where(stage == STAGES, 0, stage)
+    fence_async_shared()  # no load is under way when a partition ends
 
 
 @gluon.jit
@@ -270,6 +280,18 @@ def clear_behind(tile, held, to: gl.constexpr = 0.0):
     kept = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))) < held
     filling = gl.where(kept, 0.0, to).to(gl.bfloat16)
     tile.store(masked_or(tile.load(WIDE), mask(kept)[:, None], filling[:, None]))
+
+
+@gluon.jit
+def walk_beside(
+    alone, given, HV: gl.constexpr, STAGES: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr,
+    EXIT: gl.constexpr,
+):  # fmt: skip
+    """The second walk of a program that is not for half of V."""
+    if alone:
+        fence_async_shared()  # as at the end of the others
+    else:
+        walk(given, HV, HALF, STAGES, OUTPUT, STATES, EXIT)
 
 
 @gluon.jit
@@ -314,7 +336,7 @@ def walk(
             barrier()
             store_tile(out_tiles, [(row + i * HV) * HEAD_DIM + first, 0], out)
         U = warpgroup_mma_wait(0, deps=[U, s, k])[0]
-        v = vs.index(stage).slice(HELD, HALF, 1).permute((1, 0)).load(ACC)
+        v = vs.index(2 * stage + HELD // HALF).permute((1, 0)).load(ACC)
         written = writes.index(b).load(gl.SliceLayout(0, ACC))
         if OUTPUT:
             read = reads.index(b).load(gl.SliceLayout(0, ACC))
@@ -386,13 +408,14 @@ def chunks_felt(reach, n, FROM_START: gl.constexpr = False):
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, made: Prepared, entry: Tensor, segments: Tensor, scale: float,
-    *, output: bool = True, states: bool = False, exits: bool = True, halves: bool = False,
+    *, output: bool = True, states: bool = False, exits: bool = True, whole: int | None = None,
     tilings: Tilings | None = None, found: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16, rows of any pitch; entry [E, HV, K, V] fp32,
-    or those heads of more; segments as the kernel has them; programs on halves of V or on all of it; raw q and k if
-    `made` is of such. Returns o like v, dense, the exit states [n, HV, K, V], and, in place of o, the state at the
-    start of every chunk [NC, HV, V, K] bf16, transposed; None of what is not asked for.
+    or those heads of more; segments as the kernel has them; raw q and k if `made` is of such. whole: how many walks of
+    a head along a segment, in their order, are a program each, None for all; of the others each is two. Returns o like
+    v, dense, the exit states [n, HV, K, V], and, in place of o, the state at the start of every chunk [NC, HV, V, K]
+    bf16, transposed; None of what is not asked for.
 
     For exit states alone the walk begins where they begin to feel it. tilings: of what launches before this one read.
     found: o and exit states that this launch adds to.
@@ -400,6 +423,7 @@ def forward(
     assert not (output and states), "both do not fit into shared memory"
     A, G, broken, reach, lengths = made
     n, H, (HV, NC) = segments.shape[0], k.shape[1], reach.shape
+    whole = n * HV if whole is None else whole
     o, exit = found
     if o is None:
         o = v.new_empty(v.shape) if output else v
@@ -410,12 +434,12 @@ def forward(
         shared = Tilings() if tilings is None else tilings
         A_tiles = shared.of(A, 64, 64, 64)
         launch(
-            forward_kernel, (n * HV * (1 + halves),), shared.rows(q), shared.rows(k),
-            shared.rows(v, 64 if halves else 128), A_tiles, shared.of(G, 64, 1, 64),
-            tiles(o, HV * 128, 64, 64) if output else A_tiles, tiles(written, 128, 64, 128) if states else A_tiles, o,
-            entry, no_state(entry.device), exit, broken, reach, lengths, segments, entry.shape[0], NC, scale,
-            math.log2(scale), H=H, GROUP=HV // H, APART=heads_apart(entry), L2NORM=lengths is not None, HALVES=halves,
-            OUTPUT=output, STATES=states, EXIT=exits, num_warps=4, **LAUNCH,
+            forward_kernel, (2 * n * HV - whole,), shared.rows(q), shared.rows(k), shared.rows(v, 64), A_tiles,
+            shared.of(G, 64, 1, 64), tiles(o, HV * 128, 64, 64) if output else A_tiles,
+            tiles(written, 128, 64, 128) if states else A_tiles, o, entry, no_state(entry.device), exit, broken, reach,
+            lengths, segments, entry.shape[0], whole, NC, scale, math.log2(scale), H=H, GROUP=HV // H,
+            APART=heads_apart(entry), L2NORM=lengths is not None, OUTPUT=output, STATES=states, EXIT=exits, num_warps=4,
+            **LAUNCH,
         )  # fmt: skip
     return (o if output else None), (exit if exits else None), written
 

@@ -172,7 +172,7 @@ def walk_ahead(adjoint: Adjoint, runs: Runs, states: Entered) -> Entered:
     """What `pull_back` takes as states, with what of its work needs no adjoint: of the first slab."""
     n = _slabs_for(adjoint, runs)
     slab, entry = (adjoint, states.entry) if n == 1 else next(_slabs_of(n, adjoint, (), (states.entry,)))
-    return states._replace(ahead=[chunk_states(slab.tape, _side_by_side(runs, entry), entry)])
+    return states._replace(ahead=[chunk_states(slab.tape, runs, entry)])
 
 
 def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) -> tuple[Tensor | None, ...]:
@@ -261,16 +261,9 @@ def _pull_back(
 ) -> None:  # fmt: skip
     """Of one slab, or of all heads: the adjoint of entry states and gradients to where they are found. ahead: states
     that are there already."""
-    runs = _side_by_side(runs, leaving)
     states = chunk_states(adjoint.tape, runs, entry) if ahead is None else ahead
     _, costates = adjoint_walk(adjoint, runs, leaving, entering)
     gradients(adjoint, states, costates, (dq, dk, dv, dg, dbeta))
-
-
-def _side_by_side(runs: Runs, states: Tensor) -> Runs:
-    """Runs of a slab of states [S, heads, 128, 128]: on halves of V where twice as many programs run at once."""
-    few = 2 * runs.table.shape[0] * states.shape[1] <= _multiprocessors(states.device)
-    return runs._replace(halves=True) if few else runs
 
 
 def _clear_behind(grid: Grid, *rows: Tensor) -> None:
@@ -282,7 +275,7 @@ def _clear_behind(grid: Grid, *rows: Tensor) -> None:
 
 def _walked(tape: Tape, runs: Runs, entry: Tensor, **what: Any) -> tuple[Tensor | None, ...]:
     operands = tape.q, tape.k, tape.v, tape.made, entry, runs.table, tape.scale
-    return forward(*operands, halves=runs.halves, tilings=tape.tilings, **what)
+    return forward(*operands, whole=runs.whole(tape.v.shape[1]), tilings=tape.tilings, **what)
 
 
 def _walked_back(
@@ -290,7 +283,8 @@ def _walked_back(
 ) -> tuple[Tensor, Tensor | None]:
     tape = adjoint.tape
     operands = tape.q, tape.k, adjoint.do, tape.made, leaving, runs.back, tape.scale
-    return walked_back(*operands, states=states, halves=runs.halves, tilings=tape.tilings, found=found)
+    whole = runs.whole(tape.v.shape[1])
+    return walked_back(*operands, states=states, whole=whole, tilings=tape.tilings, found=found)
 
 
 @lru_cache
