@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -43,6 +44,7 @@ class Segments:
     forward: Passage[Tensor]
     backward: Passage[Tensor]
     linked: bool  # whether state passes between segments of this rank, or between any ranks of the group
+    recordings: dict[tuple, Any] = field(default_factory=dict)  # of runs over them, as `again` has it
 
     def bridging(self, M: Tensor) -> Tensor:
         """Of the maps [n_through, HV, K, K] those of bridges: without a copy where that is all."""

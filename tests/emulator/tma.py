@@ -39,6 +39,7 @@ class TensorDescriptor:
         if tensor.data_ptr() % ALIGNMENT or block_shape[-1] * size % ALIGNMENT:
             raise ValueError("tensor: its address, and the bytes in a row of the box, must be multiples of 16")
         self.tensor, self.block_shape, self.layout = tensor, list(block_shape), layout
+        self.base, self.strides = base, list(strides)
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, block_shape: Sequence[int], layout: object = None) -> TensorDescriptor:

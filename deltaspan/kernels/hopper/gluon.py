@@ -3,7 +3,9 @@
 Written for Gluon as Triton 3.6 to 3.9 have it, an interface that Triton calls experimental.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from functools import lru_cache, partial, reduce
 from inspect import getclosurevars, isfunction, signature
@@ -109,10 +111,18 @@ def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: i
         compiled = kernel.warmup(*arguments, grid=programs, num_warps=num_warps, **constants, **COMPILED_WITH)
         last = [constants[name] for name in kernel.arg_names[len(arguments) :]]
         ready = _READY[key] = Ready(kernel, compiled, last)
-    ready((*programs, 1, 1)[:3], device.index, arguments, where, pointers)
+    grid = (*programs, 1, 1)[:3]
+    ready(grid, device.index, arguments, where, pointers)
+    if (seen := _watched.by) is not None:
+        seen(ready, grid, arguments)
+
+
+class _Watched(threading.local):
+    by: Callable[["Ready", tuple, tuple], None] | None = None
 
 
 _READY: dict[tuple, "Ready"] = {}
+_watched = _Watched()
 _dtype_of = attrgetter("dtype")
 
 
@@ -155,7 +165,7 @@ class Ready:
     def __call__(
         self, grid: tuple[int, ...], device: int | None, arguments: tuple, where: Where, pointers: list[int]
     ) -> None:
-        if self.run is None or _hooked():
+        if self.run is None or hooked():
             self.compiled[grid](*arguments, *self.constants)
             return
         passed = [*arguments]
@@ -191,8 +201,39 @@ class Ready:
         self.function, self.metadata = self.compiled.function, self.compiled.packed_metadata
         return run
 
+    def map_at(self, address: int, shaped: tuple[Any, ...], number: int) -> Any:
+        """As the device takes the descriptor of that number, with such tiles, at an address."""
+        return self.encode(_At(address, *shaped[:2]), self.descriptors[number])[0]
 
-def _hooked() -> bool:
+
+class _At:
+    """Tiles of a tensor of which nothing is known but where it lies."""
+
+    __slots__ = ("address", "shape", "strides")
+    padding, round_f32_to_tf32 = "zero", False
+
+    def __init__(self, address: int, shape: list[int], strides: list[int]) -> None:
+        self.address, self.shape, self.strides = address, shape, strides
+
+    @property
+    def base(self) -> "_At":
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@contextmanager
+def watching(seen: Callable[[Ready, tuple, tuple], None]) -> Iterator[None]:
+    """Tells `seen` of every launch of this thread: what was launched, its grid and its arguments."""
+    _watched.by = seen
+    try:
+        yield
+    finally:
+        _watched.by = None
+
+
+def hooked() -> bool:
     """Whether somebody, such as a profiler, wants to be called around launches."""
     enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
@@ -200,6 +241,8 @@ def _hooked() -> bool:
 
 __all__ = [
     "COMPILED_WITH",
+    "Ready",
+    "Tiles",
     "Tilings",
     "add",
     "barrier",
@@ -207,6 +250,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "hooked",
     "launch",
     "load_tile",
     "mbarrier",
@@ -220,4 +264,5 @@ __all__ = [
     "triton",
     "warpgroup_mma",
     "warpgroup_mma_wait",
+    "watching",
 ]

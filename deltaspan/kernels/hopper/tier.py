@@ -8,7 +8,7 @@ neither kept nor there as a whole: a backward makes both for a slab of heads, fo
 the next. What is kept, or handed on by a checkpoint's recompute, is what `prep` leaves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,12 +18,14 @@ from torch import Tensor
 from deltaspan.kernels.hopper.adjoint import adjoint as walked_back
 from deltaspan.kernels.hopper.compose import chain, merge
 from deltaspan.kernels.hopper.conv import convolve
-from deltaspan.kernels.hopper.forward import forward
+from deltaspan.kernels.hopper.forward import forward, no_state
 from deltaspan.kernels.hopper.gluon import Tilings
 from deltaspan.kernels.hopper.gradients import gradients as of_chunks
 from deltaspan.kernels.hopper.operands import as_read, by_rows
 from deltaspan.kernels.hopper.prep import Prepared
 from deltaspan.kernels.hopper.prep import prep as prepared
+from deltaspan.kernels.hopper.recorder import record as recorded
+from deltaspan.kernels.hopper.recording import Recording
 from deltaspan.kernels.hopper.transfer import transfer as transferred
 from deltaspan.kernels.hopper.unit import to_raw_gradient, unit
 from deltaspan.kernels.stages import READY, Grid, Raw, Runs
@@ -51,6 +53,7 @@ __all__ = [
     "preactivation",
     "prep",
     "pull_back",
+    "record",
     "restore",
     "transfer",
     "walk",
@@ -222,6 +225,15 @@ def restore(
 def kept_bytes(chunks: int, *, H: int, HV: int, K: int, V: int, state_size: int, l2norm: bool) -> int:
     """Bytes of what `keep` returns: A, G and reach of value heads; of key heads, which keys are broken, and lengths."""
     return chunks * (HV * (2 * CHUNK * CHUNK + 4 * CHUNK + 4) + H * (4 + 8 * CHUNK * l2norm))
+
+
+def record(
+    run: Callable[[], Sequence[Tensor | None]], operands: list[Tensor | None], tables: Iterable[Tensor]
+) -> tuple[Sequence[Tensor | None], Recording | None]:
+    """A run's results, and a recording of it, None if it cannot be recorded. It reads `operands`, which are let go of
+    here, and tables, among them the one of this module."""
+    device = next(x for x in operands if x is not None).device
+    return recorded(run, operands, (*tables, no_state(device)))
 
 
 def _slabs(H: int, programs: int, multiprocessors: int) -> int:

@@ -1,0 +1,167 @@
+"""Watches a run of stages and makes a `Recording` of it. A run that reads a tensor of which nobody knows leaves none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deltaspan.kernels.hopper.gluon import Ready, Tiles, watching
+from deltaspan.kernels.hopper.recording import (
+    Allocation,
+    Descriptor,
+    End,
+    Launch,
+    Numbered,
+    Operation,
+    Place,
+    Recording,
+    Step,
+    several,
+)
+
+ALLOCATIONS = ("aten::new_empty", "aten::new_empty_strided", "aten::empty", "aten::empty_like", "aten::empty_strided")
+
+
+def record(
+    run: Callable[[], Sequence[Tensor | None]], operands: list[Tensor | None], tables: Iterable[Tensor]
+) -> tuple[Sequence[Tensor | None], Recording | None]:
+    """The results of a run that reads `operands`, which are let go of here, and `tables`; and a recording of it, None
+    if it cannot be recorded."""
+    recorder = _Recorder(operands, tables)
+    operands.clear()
+    with watching(recorder.launched), recorder:
+        results = run()
+    return results, recorder.recording(results)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees what torch is asked for, and every launch. Tensors are known by their ids: of those that live, and what is
+    made later, be it in the place of one that is gone, is made before these eyes."""
+
+    def __init__(self, operands: Sequence[Tensor | None], tables: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.tables, self.operands = {id(x): x for x in tables}, len(operands)
+        self.steps: list[Step] = []
+        self.descriptors: dict[tuple, Descriptor] = {}
+        self.device = next(x for x in operands if x is not None).device
+        self.sources = [None if x is None else (x.shape, x.stride(), x.data_ptr()) for x in operands]
+        self.known = {id(x): (i, 0) for i, x in enumerate(operands) if x is not None}
+        self.living: dict[int, StorageWeakRef] = {}  # what is made, by its source's number
+        self.recordable = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        named = kwargs or {}
+        given = [*_leaves((args, named), Tensor)]
+        operation = None
+        if not func.is_view and func.name().split(".")[0] not in ALLOCATIONS:
+            self._end()
+            operation = self._replaced(args), self._replaced(named)
+        found = func(*args, **named)
+        new = {i: x for i, x in enumerate(several(found)) if isinstance(x, Tensor) and all(x is not y for y in given)}
+        if operation is not None:
+            self.steps.append(Operation(func, *operation, tuple(new)))
+        elif not func.is_view:
+            self._end()
+            self.steps.append(Allocation(found.shape, found.stride(), found.dtype))
+        for x in new.values():
+            self._look(x, args[0]) if func.is_view else self._make(x)
+        return found
+
+    def _look(self, x: Tensor, base: Tensor) -> None:
+        """At `base` in another way; of what is not known there, nobody knows here."""
+        self.known.pop(id(x), None)
+        if id(base) in self.known:
+            source, offset = self.known[id(base)]
+            self.known[id(x)] = source, offset + x.storage_offset() - base.storage_offset()
+
+    def _make(self, x: Tensor) -> None:
+        self.recordable &= x.device == self.device
+        self.known[id(x)] = len(self.sources), 0
+        self.living[len(self.sources)] = StorageWeakRef(x.untyped_storage())
+        self.sources.append((x.shape, x.stride(), x.data_ptr()))
+
+    def _replaced(self, x: Any) -> Any:
+        """Tensors by places, also in lists."""
+        if isinstance(x, dict):
+            return {name: self._replaced(part) for name, part in x.items()}
+        return type(x)(map(self._replaced, x)) if type(x) in (list, tuple) else self._given(x)
+
+    def launched(self, ready: Ready, grid: tuple[int, int, int], arguments: tuple) -> None:
+        self._end()
+        given = tuple([self._given(x) for x in arguments])
+        if not self.recordable:
+            return
+        passed, addresses, maps = [], [], []
+        for x, own in zip(given, arguments, strict=True):
+            if isinstance(x, Numbered):
+                maps.append((len(passed), x.number))
+                passed += own.passed or [None]
+            else:
+                if isinstance(x, Place) and not isinstance(x.source, Tensor):
+                    addresses.append((len(passed), x.source, x.bytes))
+                passed.append(own.data_ptr() if isinstance(own, Tensor) else x)
+        self.steps.append(Launch(ready, grid, given, [*passed, *ready.constants], addresses, maps))
+
+    def recording(self, results: Sequence[Tensor | None]) -> Recording | None:
+        """Of what was seen."""
+        places = [self._given(x) for x in results]
+        if not self.recordable or not any(isinstance(step, Launch) for step in self.steps):
+            return None
+        descriptors = list(self.descriptors.values())
+        last: dict[int, int] = {}  # which step is the last that reads an operand
+        for i, step in enumerate(self.steps):
+            if isinstance(step, Launch | Operation):
+                read = step.arguments if isinstance(step, Launch) else [*_leaves((step.given, step.named), Place)]
+                read = [descriptors[x.number].of if isinstance(x, Numbered) else x for x in read]
+                last |= {x.source: i for x in read if isinstance(x, Place) and not isinstance(x.source, Tensor)}
+        last = {source: i for source, i in last.items() if source < self.operands}
+        kept = {place.source for place in places if place is not None and not isinstance(place.source, Tensor)}
+        steps: list[Step] = [End(source) for source in range(self.operands) if source not in kept | {*last}]
+        for i, step in enumerate(self.steps):
+            steps += [step, *(End(source) for source, at in last.items() if at == i and source not in kept)]
+        by_address = all(step.ready.run is not None for step in steps if isinstance(step, Launch))
+        return Recording(steps, descriptors, places, by_address)
+
+    def _given(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self._place(x)
+        if isinstance(x, Tiles):
+            of = self._place(x.base)
+            key = of, *map(tuple, (x.shape, x.strides, x.block_shape))
+            number = list(self.descriptors).index(key) if key in self.descriptors else len(self.descriptors)
+            self.descriptors.setdefault(key, Descriptor(of, (x.shape, x.strides, x.block_shape, x.layout)))
+            return Numbered(number)
+        return x
+
+    def _place(self, x: Tensor) -> Place | None:
+        if id(x) in self.tables:
+            return Place(x, 0, x.shape, x.stride(), 0, whole=True)
+        if id(x) not in self.known:
+            self.recordable = False
+            return None
+        source, offset = self.known[id(x)]
+        *shaped, address = self.sources[source]
+        behind = offset * x.element_size() if x.numel() else 0  # of nothing the address is 0
+        self.recordable &= x.data_ptr() == address + behind  # or it is not what was known by this id
+        whole = offset == 0 and [x.shape, x.stride()] == shaped
+        return Place(source, offset, x.shape, x.stride(), behind, whole)
+
+    def _end(self) -> None:
+        for source in [source for source, storage in self.living.items() if storage.expired()]:
+            del self.living[source]
+            self.steps.append(End(source))
+
+
+def _leaves(x: Any, kind: type) -> Iterator[Any]:
+    """Those of a kind in lists and named arguments."""
+    if isinstance(x, kind):
+        yield x
+    elif isinstance(x, dict):
+        yield from _leaves([*x.values()], kind)
+    elif type(x) in (list, tuple):
+        for part in x:
+            yield from _leaves(part, kind)

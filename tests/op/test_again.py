@@ -1,0 +1,164 @@
+"""Calls that are made again: launched from a recording, with the bits of a run, and with nothing of an earlier call."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import deltaspan as ds
+from deltaspan.kernels import select
+from deltaspan.op import function
+from tests.helpers import same_bits
+
+DOCUMENTS = [0, 66, 70]
+T, H, HV, N = 70, 1, 2, 2
+RAW = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+
+
+def drawn(rng: torch.Generator, device: str, raw: bool = False, initial: bool = False, H: int = H) -> list[Tensor]:
+    """Operands, and the output's gradient behind them."""
+    shapes = [(T, H, 128), (T, H, 128), (T, HV, 128), (T, HV), (T, HV), (N, HV, 128, 128), (HV,), (HV,), (T, HV, 128)]
+    q, k, v, g, beta, states, A_log, bias, do = (torch.randn(shape, generator=rng).to(device) for shape in shapes)
+    q, k = (x if raw else torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    x = [q.bfloat16(), k.bfloat16(), v.bfloat16(), g if raw else -g.abs() / 4, beta if raw else beta.sigmoid()]
+    return [*(t.requires_grad_() for t in (*x, *([states] * initial), *([A_log, bias] * raw))), do]
+
+
+def step(ctx: ds.Context, given: list[Tensor], wrap: bool = False, **options: Any) -> list[Tensor]:
+    """Outputs and gradients."""
+    *x, do = given
+    raw, initial = options.get(RAW[0], False), len(x) % 2 == 0
+    names = ["initial_state"] * initial + ["A_log", "dt_bias"] * raw
+
+    def region(*x: Tensor) -> tuple[Tensor, Tensor | None]:
+        named = dict(zip(names, x[5:], strict=True))
+        return ds.chunk_gated_delta_rule(*x[:5], ctx, **named, backend="hopper", **options)
+
+    o, final = checkpoint(region, *x, use_reentrant=False) if wrap else region(*x)
+    total = (o * do).sum() + (0 if final is None else final.sum())
+    return [o.detach(), *([] if final is None else [final.detach()]), *torch.autograd.grad(total, x)]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, ctx: ds.Context, given: list[Tensor], **how: Any) -> list[Tensor]:
+    """The same step, of which nothing is recorded."""
+    with monkeypatch.context() as patch:
+        patch.setattr(function, "may_repeat", lambda *args: False)
+        return step(ctx, given, **how)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch, hopper: str) -> Iterator[list]:
+    """The recordings that are played."""
+    recording = select.tier("hopper").Recording
+    seen, real = [], recording.play
+    monkeypatch.setattr(recording, "play", lambda self, operands: [seen.append(self), real(self, operands)][1])
+    yield seen
+
+
+@pytest.mark.parametrize(
+    ("how", "plays"),
+    [
+        ({"wrap": True, "segments": 2}, 3),
+        ({"segments": 2, "save_mode": "full", "save_transfer": False}, 2),
+        ({"wrap": True, "segments": 2, "boundary_mode": "replay", "initial": True, "output_final_state": True}, 3),
+        ({"initial": True} | dict.fromkeys(RAW, True), 2),
+    ],
+)
+def test_the_bits_of_a_run(
+    hopper: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, played: list, how: dict, plays: int
+) -> None:
+    """Other operands every time: the first call runs, the second is recorded, and the others are played."""
+    initial = how.pop("initial", False)
+    ctx = ds.build_context(ds.partition(DOCUMENTS, 1), device=hopper)
+    for i in range(4):
+        given = drawn(rng, hopper, how.get(RAW[0], False), initial)
+        found = step(ctx, given, **how)
+        assert len(played) == (0 if i < 2 else plays)
+        played.clear()
+        if i in (1, 3):
+            expected = run(monkeypatch, ctx, given, **how)
+            assert len(found) == len(expected) and all(map(same_bits, found, expected)) and not played
+
+
+def test_operands_of_other_kinds_are_recorded_by_themselves(
+    hopper: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, played: list
+) -> None:
+    """By strides, alignment and types; and those of which two are the same are not told apart, so not at all."""
+    ctx = ds.build_context(ds.partition(DOCUMENTS, 1), device=hopper)
+    for _ in range(3):
+        step(ctx, drawn(rng, hopper))
+    assert len(played) == 2
+    q, k, v, g, beta, do = drawn(rng, hopper)
+    packed = torch.cat([q.detach(), k.detach(), v.detach()], 1)
+    apart = [t.requires_grad_() for t in packed.split([H, H, HV], 1)]
+    one = q.detach().clone().requires_grad_()
+    narrow = beta.detach().bfloat16().requires_grad_()
+    for given in ([*apart, g, beta, do], [q, k, v, g, narrow, do]):
+        for count in (0, 0, 2):
+            played.clear()
+            found = step(ctx, given)
+            assert len(played) == count
+        assert all(map(same_bits, found, run(monkeypatch, ctx, given)))
+    for _ in range(3):
+        o, _ = ds.chunk_gated_delta_rule(one, one.detach(), v.detach(), g, beta, ctx, backend="hopper")
+        played.clear()
+        same, _ = ds.chunk_gated_delta_rule(one, one, v.detach(), g, beta, ctx, backend="hopper")
+        assert same_bits(o.detach(), same.detach()) and not played
+
+
+def test_nobody_is_passed_by(hopper: str, rng: torch.Generator, played: list) -> None:
+    """Who watches what torch is asked for sees all of it; and autocast reaches nothing that is played."""
+    ctx, raw = ds.build_context(ds.partition(DOCUMENTS, 1), device=hopper), dict.fromkeys(RAW, True)
+    given = drawn(rng, hopper, raw=True)
+    expected = [step(ctx, given, **raw) for _ in range(3)][-1]
+    assert len(played) == 2
+    with Watching() as seen:
+        assert all(map(same_bits, step(ctx, given, **raw), expected))
+    assert len(played) == 2 and seen.most > 0
+    with torch.autocast(hopper, torch.bfloat16):
+        found = ds.chunk_gated_delta_rule(*given[:5], ctx, A_log=given[5], dt_bias=given[6], backend="hopper", **raw)[0]
+        grads = torch.autograd.grad(found, given[:-1], given[-1].to(found))
+    assert len(played) == 4 and same_bits(found.detach(), expected[0])
+    assert all(map(same_bits, grads, expected[1:]))
+
+
+class Watching(TorchDispatchMode):
+    """The most bytes of new storages that live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.living: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if "empty" in func.name():
+            self.add(found)
+        return found
+
+    def add(self, x: Tensor) -> Tensor:
+        self.living = {number: held for number, held in self.living.items() if not held[0].expired()}
+        self.living[len(self.living) + 1000 * self.most] = StorageWeakRef(x.untyped_storage()), x.nbytes
+        self.most = max(self.most, sum(size for _, size in self.living.values()))
+        return x
+
+
+def test_what_is_played_holds_no_more_than_a_run(
+    hopper: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, played: list
+) -> None:
+    """Of two slabs the second's states take the place of the first's."""
+    ctx = ds.build_context(ds.partition(DOCUMENTS, 1), device=hopper)
+    given = drawn(rng, hopper, H=2)
+    with Watching() as running:
+        run(monkeypatch, ctx, given)
+    for _ in range(2):
+        step(ctx, given)
+    playing, real = Watching(), torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, **kwargs: playing.add(real(*args, **kwargs)))
+    step(ctx, given)
+    assert len(played) == 2 and 0 < playing.most <= running.most
