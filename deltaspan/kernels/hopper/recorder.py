@@ -1,4 +1,4 @@
-"""Watches a run of stages and makes a `Recording` of it. A run that reads a tensor of which nobody knows leaves none."""
+"""Watches a run of stages and makes a `Recording` of it. A run that reads an unknown tensor leaves none."""
 
 from __future__ import annotations
 
