@@ -13,14 +13,11 @@ EXCHANGES = {"all_to_all": all_to_all, "ring": ring, "all_gather": all_gather}
 def carry_states(
     exchange: str, seams: Seams, affine: Affine, M: Tensor, b: Tensor, about: str
 ) -> Program[tuple[Tensor, Tensor]]:
-    """From this rank's summaries to its entry states [n_in, HV, K, V], and what `carry_adjoints` needs of them. If no
-    state crosses in the whole group, no rank asks for a collective.
+    """From this rank's summaries to its entry states [n_in, HV, K, V], and what `carry_adjoints` needs of them.
 
     M [n_through, HV, K, K]: maps of fragments that state enters and leaves. b [n_out, HV, K, V]: of all that it leaves.
     about: what else the ranks must have in common, in words.
     """
-    if seams.none:
-        return b, b
     return (yield from EXCHANGES[exchange].carry_states(seams, affine, M, b, about))
 
 
@@ -33,6 +30,4 @@ def carry_adjoints(
     kept: the second result of `carry_states`; None if it was not kept. Then M are its maps again, sent where others
     compose them.
     """
-    if seams.none:
-        return d
     return (yield from EXCHANGES[exchange].carry_adjoints(seams, affine, kept, M, d, about))

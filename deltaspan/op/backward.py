@@ -71,14 +71,15 @@ def backward_program(
     if cut.linked:
         d = tier.adjoint_summary(adjoint, cut.entered, final)
         folded = fold(tier, cut.backward, maps.mT, d)
-        sent = options.exchange, view.seams, tier, kept, whole, folded.last_offsets, common(view, x, options)
-        crosses = not view.seams.none
-        crossing = yield Beside(carry_adjoints, sent, crosses)
-        del maps, kept, whole, d, sent
-        if crosses:
+        arrived = folded.last_offsets
+        if not view.seams.none:
+            sent = options.exchange, view.seams, tier, kept, whole, arrived, common(x, options)
+            crossing = yield Beside(carry_adjoints, sent, True)
+            del maps, kept, whole, d, sent, arrived
             states = tier.walk_ahead(adjoint, cut.every, states)
-        arrived = yield crossing
-        del crossing
+            arrived = yield crossing
+            del crossing
+        maps = kept = whole = d = None
         leaving = joined(spread(tier, cut.backward, folded, arrived), final)
         del folded, arrived
     entering, dq, dk, dv, dg, dbeta, *dgate = tier.pull_back(adjoint, cut.every, states, leaving)

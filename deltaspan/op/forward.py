@@ -60,7 +60,7 @@ class Underway(NamedTuple):
     initial: Tensor  # [first, HV, K, V], of documents that begin here, or of none
     maps: Tensor | None = None  # [n_through, HV, K, K]
     folded: Folded | None = None
-    crossing: Any = None
+    crossing: Any = None  # None where none crosses ranks
 
     @property
     def entry(self) -> Tensor:
@@ -78,8 +78,10 @@ def set_out(
         return Underway(initial)
     M, b = tier.transfer(tape, cut.through), tier.exit_states(tape, cut.left, initial)
     folded = fold(tier, cut.forward, M, b)
-    sent = options.exchange, view.seams, tier, folded.last_maps, folded.last_offsets, common(view, x, options)
-    crossing = yield Beside(carry_states, sent, beside and not view.seams.none)
+    if view.seams.none:  # in the whole group: nobody asks for a collective
+        return Underway(initial, M, folded)
+    sent = options.exchange, view.seams, tier, folded.last_maps, folded.last_offsets, common(x, options)
+    crossing = yield Beside(carry_states, sent, beside)
     return Underway(initial, M, folded, crossing)
 
 
@@ -93,7 +95,7 @@ def arrive(
         nothing = initial.new_empty(0, *initial.shape[1:])
         maps = nothing.new_empty(0, x.v.shape[1], x.k.shape[2], x.k.shape[2])
         return initial, Saved(ctx, view.rank, options, shapes(x), nothing, maps, nothing) if keeps else None
-    arrived, kept = yield crossing
+    arrived, kept = (folded.last_offsets,) * 2 if crossing is None else (yield crossing)
     entered = spread(tier, cut.forward, folded, arrived)
     entry = joined(entered, initial)
     return entry, Saved(ctx, view.rank, options, shapes(x), entered, cut.bridging(M), kept) if keeps else None
@@ -114,11 +116,8 @@ def raw(x: Operands, options: Options) -> Raw:
     return Raw(options.use_qk_l2norm_in_kernel, x.A_log, x.dt_bias, options.use_beta_sigmoid_in_kernel, largest)
 
 
-def common(view: RankView, x: Operands, options: Options) -> str:
-    """What the ranks of a group must have in common beside the shapes of states, for none would notice by itself; empty
-    where nothing crosses."""
-    if view.seams.none:
-        return ""
+def common(x: Operands, options: Options) -> str:
+    """What the ranks of a group must have in common beside the shapes of states, for none would notice by itself."""
     given = "no initial state" if x.initial_state is None else "an initial state"
     heads = f"{x.v.shape[1]} heads of {x.q.dtype}".replace("torch.", "")
     named = ("scale", "unit_keys", "save_transfer")

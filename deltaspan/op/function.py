@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltaspan.op.again import backward_again, forward_again, may_repeat
+from deltaspan.op.again import backward_again, forward_again
 from deltaspan.op.arguments import Shards, as_autocast, batched, check_given, given_to, options_of
-from deltaspan.op.backward import backward_program
 from deltaspan.op.context import Context
-from deltaspan.op.forward import Forward, forward_program, stages
+from deltaspan.op.forward import Forward, stages
 from deltaspan.op.keeping import Keeping
 from deltaspan.op.operands import Operands, squeeze, without_batch
 from deltaspan.op.options import Options
@@ -150,11 +149,9 @@ def _run(
     for saved, view, x in zip(entered or (), ctx._views, ranks, strict=False):
         check_saved(saved, ctx, view.rank, options, x, argument="recompute_handle")
     asked = handle is not None and entered is None
-    if handle is None and may_repeat(ctx, tier):
-        return [forward_again(ctx, tier, *ranks, options, output=output, keeps=keeps)]
     done = ctx._transport.run(
         [
-            forward_program(ctx, view, tier, x, options, kept, output=output, keeps=keeps or asked)
+            forward_again(ctx, view, tier, x, options, kept, output=output, keeps=keeps or asked)
             for view, x, kept in zip(ctx._views, ranks, entered or [None] * len(ranks), strict=True)
         ]
     )
@@ -203,22 +200,18 @@ class _GatedDeltaRule(torch.autograd.Function):
         given, kept = _by_rank(tensors[: fn.given]), fn.keeping.restore(fn.templates, tensors[fn.given :])
         del tensors
         ranks, W = [*map(without_batch, given)], len(given)
-        of_outputs = [
-            (
-                torch.zeros_like(x.v) if grads[i] is None else squeeze(grads[i], "o's gradient", 3),
-                grads[W + i] if fn.options.output_final_state else None,
-            )
-            for i, x in enumerate(ranks)
-        ]
-        if may_repeat(ctx, tier := stages(ctx, given[0], fn.options)):
-            done = [backward_again(ctx, tier, *ranks, fn.options, *of_outputs[0], kept)]
-        else:
-            done = ctx._transport.run(
-                [
-                    backward_program(ctx, view, x, fn.options, *d, kept.pop(0))
-                    for view, x, d in zip(ctx._views, ranks, of_outputs, strict=True)
-                ]
-            )
+        tier = stages(ctx, given[0], fn.options)
+        done = ctx._transport.run(
+            [
+                backward_again(
+                    ctx, view, tier, x, fn.options,
+                    torch.zeros_like(x.v) if grads[i] is None else squeeze(grads[i], "o's gradient", 3),
+                    grads[W + i] if fn.options.output_final_state else None,
+                    [kept.pop(0)],
+                )
+                for i, (view, x) in enumerate(zip(ctx._views, ranks, strict=True))
+            ]
+        )  # fmt: skip
         return *[None] * 6, *(grad for g, x in zip(done, given, strict=True) for grad in g.like(x))
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deltaspan as ds
 from deltaspan.kernels import select
-from deltaspan.op import function
+from deltaspan.op import again
 from tests.helpers import same_bits
 
 DOCUMENTS = [0, 66, 70]
@@ -20,7 +20,9 @@ T, H, HV, N = 70, 1, 2, 2
 RAW = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
 
 
-def drawn(rng: torch.Generator, device: str, raw: bool = False, initial: bool = False, H: int = H) -> list[Tensor]:
+def drawn(
+    rng: torch.Generator, device: str, raw: bool = False, initial: bool = False, H: int = H, T: int = T
+) -> list[Tensor]:
     """Operands, and the output's gradient behind them."""
     shapes = [(T, H, 128), (T, H, 128), (T, HV, 128), (T, HV), (T, HV), (N, HV, 128, 128), (HV,), (HV,), (T, HV, 128)]
     q, k, v, g, beta, states, A_log, bias, do = (torch.randn(shape, generator=rng).to(device) for shape in shapes)
@@ -47,14 +49,14 @@ def step(ctx: ds.Context, given: list[Tensor], wrap: bool = False, **options: An
 def run(monkeypatch: pytest.MonkeyPatch, ctx: ds.Context, given: list[Tensor], **how: Any) -> list[Tensor]:
     """The same step, of which nothing is recorded."""
     with monkeypatch.context() as patch:
-        patch.setattr(function, "may_repeat", lambda *args: False)
+        patch.setattr(again, "may_repeat", lambda *args: False)
         return step(ctx, given, **how)
 
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch, hopper: str) -> Iterator[list]:
     """The recordings that are played."""
-    recording = select.tier("hopper").Recording
+    recording = select.tier("hopper").Recorder.recording.__globals__["Recording"]
     seen, real = [], recording.play
     monkeypatch.setattr(recording, "play", lambda self, operands: [seen.append(self), real(self, operands)][1])
     yield seen
@@ -162,3 +164,35 @@ def test_what_is_played_holds_no_more_than_a_run(
     monkeypatch.setattr(torch, "empty_strided", lambda *args, **kwargs: playing.add(real(*args, **kwargs)))
     step(ctx, given)
     assert len(played) == 2 and 0 < playing.most <= running.most
+
+
+@pytest.mark.parametrize("how", [{"exchange": "all_to_all", "handle": True}, {"exchange": "ring", "segments": 2}])
+def test_ranks_of_a_group(
+    hopper: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, played: list, how: dict
+) -> None:
+    """Each plays its own, and they tell each other as ever."""
+    tokens, layout = (140, "contiguous") if "segments" in how else (T, "zigzag")
+    part = ds.partition([0, tokens], 2, layout)
+    ctx, with_handle = ds.build_context(part, ds.SimulatedGroup(2), device=hopper), how.pop("handle", False)
+
+    def steps(given: list[Tensor]) -> list[Tensor]:
+        handle = ds.RecomputeHandle() if with_handle else None
+        *x, do = ([t.detach().requires_grad_() for t in ctx.shard(whole, dim=0)] for whole in given)
+
+        def region(*flat: Tensor) -> list[Tensor]:
+            shards = [[*flat[i : i + 2]] for i in range(0, 10, 2)]
+            return ds.chunk_gated_delta_rule(*shards, ctx, backend="hopper", recompute_handle=handle, **how)[0]
+
+        flat = [t for shards in x for t in shards]
+        o = checkpoint(region, *flat, use_reentrant=False)
+        return [*o, *torch.autograd.grad(sum((a * b).sum() for a, b in zip(o, do, strict=True)), flat)]
+
+    for i in range(4):
+        given = drawn(rng, hopper, T=tokens)
+        found = steps(given)
+        assert len(played) == (0 if i < 2 else 6)  # a forward, a recompute and a backward of each
+        played.clear()
+        if i in (1, 3):
+            with monkeypatch.context() as patch:
+                patch.setattr(again, "may_repeat", lambda *args: False)
+                assert all(map(same_bits, found, steps(given))) and not played

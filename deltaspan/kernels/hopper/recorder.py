@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import is_dataclass, replace
+from typing import Any, TypeVar
+from weakref import ref
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,31 +20,24 @@ from deltaspan.kernels.hopper.recording import (
     Numbered,
     Operation,
     Place,
+    Question,
     Recording,
     Step,
     several,
+    told,
 )
 
 ALLOCATIONS = ("aten::new_empty", "aten::new_empty_strided", "aten::empty", "aten::empty_like", "aten::empty_strided")
 
-
-def record(
-    run: Callable[[], Sequence[Tensor | None]], operands: list[Tensor | None], tables: Iterable[Tensor]
-) -> tuple[Sequence[Tensor | None], Recording | None]:
-    """The results of a run that reads `operands`, which are let go of here, and `tables`; and a recording of it, None
-    if it cannot be recorded."""
-    recorder = _Recorder(operands, tables)
-    operands.clear()
-    with watching(recorder.launched), recorder:
-        results = run()
-    return results, recorder.recording(results)
+Result = TypeVar("Result")
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Sees what torch is asked for, and every launch. Tensors are known by their ids: of those that live, and what is
     made later, be it in the place of one that is gone, is made before these eyes."""
 
     def __init__(self, operands: Sequence[Tensor | None], tables: Iterable[Tensor]) -> None:
+        """Of a run that reads `operands`, and tables that live as long as its recording."""
         super().__init__()
         self.tables, self.operands = {id(x): x for x in tables}, len(operands)
         self.steps: list[Step] = []
@@ -50,8 +45,42 @@ class _Recorder(TorchDispatchMode):
         self.device = next(x for x in operands if x is not None).device
         self.sources = [None if x is None else (x.shape, x.stride(), x.data_ptr()) for x in operands]
         self.known = {id(x): (i, 0) for i, x in enumerate(operands) if x is not None}
-        self.living: dict[int, StorageWeakRef] = {}  # what is made, by its source's number
+        self.gone: dict[int, Callable[[], bool]] = {}  # of what is made or told, by its source's number: whether it is
+        self.told: dict[int, tuple[Any, int]] = {}  # answers that are no tensors, by id: weakly, and as sources
         self.recordable = True
+
+    def watch(self, run: Generator[Any, Any, Result]) -> Generator[Any, Any, Result]:
+        """The same run. What whoever runs it does meanwhile is not seen."""
+        answer = [None]
+        while True:
+            with watching(self.launched), self:
+                try:
+                    asked = run.send(answer.pop())
+                except StopIteration as end:
+                    return end.value
+            self._ask(asked)
+            answer.append((yield asked))
+            del asked
+            self._hear(answer[0])
+
+    def _ask(self, asked: Any) -> None:
+        self._end()
+        earlier, source = self.told.get(id(asked), (None, 0))
+        if earlier is not None and earlier() is asked:
+            self.steps.append(Question(source))
+        elif is_dataclass(asked) and isinstance(getattr(asked, "operands", None), tuple):
+            self.steps.append(Question(None, replace(asked, operands=()), self._replaced(asked.operands)))
+        else:
+            self.recordable = False
+
+    def _hear(self, answer: Any) -> None:
+        for x in told(answer):
+            if isinstance(x, Tensor):
+                self._make(x)
+            else:
+                self.told[id(x)] = held = ref(x), len(self.sources)
+                self.gone[len(self.sources)] = lambda held=held: held[0]() is None
+                self.sources.append(((), (), 0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         named = kwargs or {}
@@ -81,7 +110,7 @@ class _Recorder(TorchDispatchMode):
     def _make(self, x: Tensor) -> None:
         self.recordable &= x.device == self.device
         self.known[id(x)] = len(self.sources), 0
-        self.living[len(self.sources)] = StorageWeakRef(x.untyped_storage())
+        self.gone[len(self.sources)] = StorageWeakRef(x.untyped_storage()).expired
         self.sources.append((x.shape, x.stride(), x.data_ptr()))
 
     def _replaced(self, x: Any) -> Any:
@@ -114,8 +143,8 @@ class _Recorder(TorchDispatchMode):
         descriptors = list(self.descriptors.values())
         last: dict[int, int] = {}  # which step is the last that reads an operand
         for i, step in enumerate(self.steps):
-            if isinstance(step, Launch | Operation):
-                read = step.arguments if isinstance(step, Launch) else [*_leaves((step.given, step.named), Place)]
+            if not isinstance(step, Allocation | End):
+                read = step.arguments if isinstance(step, Launch) else [*_leaves(_given(step), Place)]
                 read = [descriptors[x.number].of if isinstance(x, Numbered) else x for x in read]
                 last |= {x.source: i for x in read if isinstance(x, Place) and not isinstance(x.source, Tensor)}
         last = {source: i for source, i in last.items() if source < self.operands}
@@ -131,6 +160,7 @@ class _Recorder(TorchDispatchMode):
             return self._place(x)
         if isinstance(x, Tiles):
             of = self._place(x.base)
+            self.recordable &= of is not None and not isinstance(of.source, Tensor)  # no table is read by tiles
             key = of, *map(tuple, (x.shape, x.strides, x.block_shape))
             number = list(self.descriptors).index(key) if key in self.descriptors else len(self.descriptors)
             self.descriptors.setdefault(key, Descriptor(of, (x.shape, x.strides, x.block_shape, x.layout)))
@@ -151,9 +181,13 @@ class _Recorder(TorchDispatchMode):
         return Place(source, offset, x.shape, x.stride(), behind, whole)
 
     def _end(self) -> None:
-        for source in [source for source, storage in self.living.items() if storage.expired()]:
-            del self.living[source]
+        for source in [source for source, is_gone in self.gone.items() if is_gone()]:
+            del self.gone[source]
             self.steps.append(End(source))
+
+
+def _given(step: Operation | Question) -> Any:
+    return step.operands if isinstance(step, Question) else (step.given, step.named)
 
 
 def _leaves(x: Any, kind: type) -> Iterator[Any]:

@@ -1,13 +1,15 @@
 """What a run of stages launches, as a list that is launched again: on a host that is the dearer part of a short shard.
 
 A run that never asks what is in a tensor does the same for all operands of the same shapes: it is a list of
-allocations, launches, operations of torch, and ends of what nobody needs any more. Addresses are told by what they
-belong to: an operand, what the run has made, or a table that lives as long as the list.
+allocations, launches, operations of torch, questions to whoever runs it, and ends of what nobody needs any more.
+Addresses are told by what they belong to: an operand, what the run has made or been told, or a table that lives as long
+as the list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,7 +21,7 @@ from deltaspan.kernels.hopper.gluon import Ready, Tiles, hooked
 class Place(NamedTuple):
     """Where a tensor lies."""
 
-    source: int | Tensor  # of operands and what the run makes, in this order; or a table
+    source: int | Tensor  # of operands and what the run makes or is told, in this order; or a table
     offset: int  # elements behind its source's first
     shape: torch.Size
     strides: tuple[int, ...]
@@ -45,12 +47,26 @@ class Operation(NamedTuple):
     named: dict[str, Any]
     made: tuple[int, ...]  # which of its results are new
 
-    def on(self, held: list[Any]) -> list[Tensor]:
-        """Adds what it makes to what is held, and returns it."""
+    def on(self, held: list[Any], device: torch.device) -> list[Tensor]:
+        """What it makes of what is held."""
+        if torch.is_autocast_enabled(device.type):
+            with torch.autocast(device.type, enabled=False):  # as stages do
+                return self.on(held, device)
         found = several(self.call(*_among(self.given, held), **_among(self.named, held)))
-        made = [found[number] for number in self.made]
-        held += made
-        return made
+        return [found[number] for number in self.made]
+
+
+class Question(NamedTuple):
+    """What a run yields; what it is told are sources."""
+
+    asked: int | None  # the source, if it is something that it has been told
+    like: Any = None  # a dataclass, if not,
+    operands: tuple[Any, ...] = ()  # with these as its operands, a Place for a tensor
+
+    def asks(self, held: Sequence[Any]) -> Any:
+        if self.asked is not None:
+            return held[self.asked]
+        return replace(self.like, operands=_among(self.operands, held))
 
 
 class End(NamedTuple):
@@ -79,7 +95,7 @@ class Launch(NamedTuple):
     maps: list[tuple[int, int]]  # where which descriptor's
 
 
-Step: TypeAlias = Allocation | Launch | Operation | End
+Step: TypeAlias = Allocation | Launch | Operation | Question | End
 
 
 class Recording(NamedTuple):
@@ -90,66 +106,59 @@ class Recording(NamedTuple):
     results: list[Place | None]
     by_address: bool  # whether all that it launches may be launched so
 
-    def play(self, operands: list[Tensor | None]) -> list[Tensor | None]:
+    def play(self, operands: list[Tensor | None]) -> Generator[Any, Any, list[Tensor | None]]:
         """The results of the same run with other operands of the same kinds. Empties `operands`: each is let go of at
         its last reader."""
         device = next(x for x in operands if x is not None).device
         held: list[Any] = operands.copy()
         operands.clear()
-        launch = self._by_address if self.by_address and not hooked() else self._by_tensors
-        if torch.is_autocast_enabled(device.type):  # it would reach the operations
-            with torch.autocast(device.type, enabled=False):
-                launch(held, device)
-        else:
-            launch(held, device)
-        return [None if place is None else place.among(held) for place in self.results]
-
-    def _by_address(self, held: list[Any], device: torch.device) -> None:
         at = [0 if x is None else x.data_ptr() for x in held]
         maps: list[Any] = [None] * len(self.descriptors)
-        stream = None
+        by_address = self.by_address and not hooked()
         for step in self.steps:
             kind = type(step)
             if kind is Launch:
-                ready, grid, _, passed, addresses, descriptors = step
-                passed = passed.copy()
-                for place, source, offset in addresses:
-                    passed[place] = at[source] + offset
-                for i, (place, number) in enumerate(descriptors):
-                    if (encoded := maps[number]) is None:
-                        of, shaped = self.descriptors[number]
-                        encoded = maps[number] = ready.map_at(at[of.source] + of.bytes, shaped, i)
-                    passed[place] = encoded
-                stream = ready.stream(device.index) if stream is None else stream
-                ready.run(*grid, stream, ready.function, ready.metadata, None, None, None, *passed)
+                if by_address:
+                    self._at_once(step, at, maps, device.index)
+                else:  # as whoever hooks into launches, another Triton or the emulator want them
+                    step.ready.compiled[step.grid](*self._arguments(step, held), *step.ready.constants)
             elif kind is Allocation:
                 shape, strides, dtype = step
-                x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-                held.append(x)
-                at.append(x.data_ptr())
-                del x
+                held.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+                at.append(held[-1].data_ptr())
             elif kind is End:
                 held[step.source] = None
             else:
-                at += [x.data_ptr() for x in step.on(held)]
+                made = step.on(held, device) if kind is Operation else told((yield step.asks(held)))
+                held += made
+                at += [x.data_ptr() if isinstance(x, Tensor) else 0 for x in made]
+                del made
+        return [None if place is None else place.among(held) for place in self.results]
 
-    def _by_tensors(self, held: list[Any], device: torch.device) -> None:
-        """As whoever hooks into launches, another Triton or the emulator want them."""
-        for step in self.steps:
-            if isinstance(step, Launch):
-                given = [self._tiles(x, held) if isinstance(x, Numbered) else _among(x, held) for x in step.arguments]
-                step.ready.compiled[step.grid](*given, *step.ready.constants)
-                del given
-            elif isinstance(step, Allocation):
-                held.append(torch.empty_strided(*step[:2], dtype=step.dtype, device=device))
-            elif isinstance(step, End):
-                held[step.source] = None
-            else:
-                step.on(held)
+    def _at_once(self, launch: Launch, at: list[int], maps: list[Any], device: int | None) -> None:
+        """As the device takes it. at: addresses of sources; maps: of descriptors, once they are encoded."""
+        ready, grid, _, passed, addresses, descriptors = launch
+        passed = passed.copy()
+        for place, source, offset in addresses:
+            passed[place] = at[source] + offset
+        for i, (place, number) in enumerate(descriptors):
+            if (encoded := maps[number]) is None:
+                of, shaped = self.descriptors[number]
+                encoded = maps[number] = ready.map_at(at[of.source] + of.bytes, shaped, i)
+            passed[place] = encoded
+        ready.run(*grid, ready.stream(device), ready.function, ready.metadata, None, None, None, *passed)
 
-    def _tiles(self, x: Numbered, held: Sequence[Any]) -> Tiles:
-        of, shaped = self.descriptors[x.number]
-        return Tiles(of.among(held), *shaped)
+    def _arguments(self, launch: Launch, held: Sequence[Any]) -> list[Any]:
+        of = self.descriptors
+        return [
+            Tiles(of[x.number].of.among(held), *of[x.number].shaped) if isinstance(x, Numbered) else _among(x, held)
+            for x in launch.arguments
+        ]
+
+
+def told(x: Any) -> list[Any]:
+    """What is in an answer, but for None."""
+    return [part for part in (x if type(x) in (list, tuple) else (x,)) if part is not None]
 
 
 def several(x: Any) -> Sequence[Any]:

@@ -8,7 +8,7 @@ neither kept nor there as a whole: a backward makes both for a slab of heads, fo
 the next. What is kept, or handed on by a checkpoint's recompute, is what `prep` leaves.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,8 +24,7 @@ from deltaspan.kernels.hopper.gradients import gradients as of_chunks
 from deltaspan.kernels.hopper.operands import as_read, by_rows
 from deltaspan.kernels.hopper.prep import Prepared
 from deltaspan.kernels.hopper.prep import prep as prepared
-from deltaspan.kernels.hopper.recorder import record as recorded
-from deltaspan.kernels.hopper.recording import Recording
+from deltaspan.kernels.hopper.recorder import Recorder
 from deltaspan.kernels.hopper.transfer import transfer as transferred
 from deltaspan.kernels.hopper.unit import to_raw_gradient, unit
 from deltaspan.kernels.stages import READY, Grid, Raw, Runs
@@ -53,7 +52,7 @@ __all__ = [
     "preactivation",
     "prep",
     "pull_back",
-    "record",
+    "recorder",
     "restore",
     "transfer",
     "walk",
@@ -227,13 +226,10 @@ def kept_bytes(chunks: int, *, H: int, HV: int, K: int, V: int, state_size: int,
     return chunks * (HV * (2 * CHUNK * CHUNK + 4 * CHUNK + 4) + H * (4 + 8 * CHUNK * l2norm))
 
 
-def record(
-    run: Callable[[], Sequence[Tensor | None]], operands: list[Tensor | None], tables: Iterable[Tensor]
-) -> tuple[Sequence[Tensor | None], Recording | None]:
-    """A run's results, and a recording of it, None if it cannot be recorded. It reads `operands`, which are let go of
-    here, and tables, among them the one of this module."""
+def recorder(operands: Sequence[Tensor | None], tables: Iterable[Tensor]) -> Recorder:
+    """Of a run that reads `operands`, and tables, among them the one of this tier."""
     device = next(x for x in operands if x is not None).device
-    return recorded(run, operands, (*tables, no_state(device)))
+    return Recorder(operands, (*tables, no_state(device)))
 
 
 def _slabs(H: int, programs: int, multiprocessors: int) -> int:
