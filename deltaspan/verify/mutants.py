@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     Mutant(
         "zero entry state in one rank's backward", "One rank's backward starts its fragments from zero.",
-        (GRADIENTS, WAYS), "deltaspan.op.function:backward_program", faults.forgotten_entry_states,
+        (GRADIENTS, WAYS), "deltaspan.op.again:backward_program", faults.forgotten_entry_states,
     ),
     Mutant(
         "wrong owner of a head", "Ranks take the owners' answers for those of other heads.",
@@ -128,7 +128,7 @@ MUTANTS = (
     ),
     Mutant(
         "ignore a final state's gradient", "One rank starts its adjoints from zero at documents' ends.",
-        (GRADIENTS,), "deltaspan.op.function:backward_program", faults.unheard_final_gradients,
+        (GRADIENTS,), "deltaspan.op.again:backward_program", faults.unheard_final_gradients,
     ),
     Mutant(
         "states stop at the first segment", "What enters a fragment does not reach its later segments.",

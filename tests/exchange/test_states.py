@@ -144,18 +144,6 @@ def test_states_and_adjoints_come_home(
     assert same_bits(leaving, composed(M.mT, d, backward))
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_nobody_asks_where_nothing_crosses(rng: torch.Generator, exchange: str) -> None:
-    part = ds.partition([0, 4, 9], 2, fragments=[[(0, 0, 4)], [(1, 0, 5)]])
-    M, b, d = drawn(rng, part, 2)
-    for programs in (
-        carry_states(exchange, seams(part, 0), affine, M, b, ""),
-        carry_adjoints(exchange, seams(part, 0), affine, M, None, d, ""),
-    ):
-        with pytest.raises(StopIteration):
-            next(programs)
-
-
 def test_rows_of_a_halo(rng: torch.Generator, part: Partition) -> None:
     """The rows that arrive are those of the tokens that the plan promised, of all tensors side by side."""
     width = 4

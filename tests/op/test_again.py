@@ -134,7 +134,7 @@ class Watching(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.living: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.living: list[tuple[StorageWeakRef, int]] = []
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -144,9 +144,9 @@ class Watching(TorchDispatchMode):
         return found
 
     def add(self, x: Tensor) -> Tensor:
-        self.living = {number: held for number, held in self.living.items() if not held[0].expired()}
-        self.living[len(self.living) + 1000 * self.most] = StorageWeakRef(x.untyped_storage()), x.nbytes
-        self.most = max(self.most, sum(size for _, size in self.living.values()))
+        self.living = [held for held in self.living if not held[0].expired()]
+        self.living.append((StorageWeakRef(x.untyped_storage()), x.nbytes))
+        self.most = max(self.most, sum(size for _, size in self.living))
         return x
 
 

@@ -90,3 +90,26 @@ def test_the_hopper_tier(hopper: str, rng: torch.Generator, divided: list[bool])
         return run_rule(pack, ctx, backend="hopper", segments=2)
 
     assert different(pack, part, Late(2), call, hopper) == [] and divided[1:2] == [True]
+
+
+class Silent(ds.SimulatedGroup):
+    """Ranks that may ask for nothing."""
+
+    def run(self, programs: Sequence[Program]) -> list[Any]:
+        return [silent(program) for program in programs]
+
+
+def silent(program: Program) -> Any:
+    with pytest.raises(StopIteration) as ended:
+        pytest.fail(f"asked for {next(program)}")
+    return ended.value.value
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_nobody_asks_where_nothing_crosses(rng: torch.Generator, segments: int) -> None:
+    pack = draw(rng, [130, 200]).to(torch.float32)
+    part = ds.partition(pack.cu_seqlens, 2, fragments=[[(0, 0, 130)], [(1, 0, 200)]])
+    ctx, alike = ds.build_context(part, ds.SimulatedGroup(2)), ds.build_context(part, ds.SimulatedGroup(2))
+    object.__setattr__(ctx, "_transport", Silent(2))
+    found, expected = (run_rule(pack, c, segments=segments) for c in (ctx, alike))
+    assert all(same_bits(a[name], b[name]) for a, b in zip(found, expected, strict=True) for name in b)
