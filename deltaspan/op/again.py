@@ -19,6 +19,7 @@ from deltaspan.op.context import Context
 from deltaspan.op.forward import Forward, forward_program
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
+from deltaspan.op.packed import packed_row
 from deltaspan.op.saved import Saved, shapes
 from deltaspan.op.view import RankView
 
@@ -68,9 +69,16 @@ def backward_again(
         return run()
     (saved,) = kept
     operands = [*x, do, dfinal_state, *_boundary(saved), *(() if saved is None else saved.tape)]
-    what = "backward", options, saved is None
-    ways = (lambda found: (found, None)), (lambda found, _: Gradients(*found))
-    return _again(ctx, view, tier, x, what, operands, run, *ways, kept)
+    what = "backward", options, saved is None, packed_row(x.q, x.k, x.v) is not None
+    return _again(ctx, view, tier, x, what, operands, run, _gradients_apart, _gradients_together, kept)
+
+
+def _gradients_apart(done: Gradients) -> tuple[Gradients, None]:
+    return done, None
+
+
+def _gradients_together(found: list[Tensor | None], rest: None) -> Gradients:
+    return Gradients(*found)
 
 
 def _boundary(saved: Saved | None) -> tuple[Tensor | None, ...]:
@@ -90,7 +98,7 @@ def _again(
         if kept is not None:
             kept.clear()
         return together((yield from recording.play(operands)), rest)
-    if known < ATTEMPTS and len(cut.recordings) < MOST_KINDS:
+    if known < ATTEMPTS and (key in cut.recordings or len(cut.recordings) < MOST_KINDS):
         cut.recordings[key] = known + 1
     if not 0 < known < ATTEMPTS:
         operands.clear()

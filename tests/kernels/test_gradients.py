@@ -75,9 +75,8 @@ def sizes(g: Given, walked: tuple, true: dict[str, Tensor]) -> dict[str, Tensor]
     dbeta: the inner product of dv / beta with the token's own error, which is about as long as v.
     """
     S, D = (x.double().cpu().norm(dim=(-2, -1)) for x in walked[6:8])
-    written = (
-        true["dv"] / g.x.beta.cpu().double()[..., None]
-    ).nan_to_num()  # nothing is known where nothing is written
+    beta = g.x.beta.cpu().double()[..., None]
+    written = torch.where(beta == 0, 0, true["dv"] / beta)  # nothing is known where nothing is written
     terms = {
         "dg": (S * D / 128).square().mean().sqrt(),
         "dbeta": (written * g.x.v.cpu().double()).square().sum(-1).sqrt(),

@@ -3,12 +3,14 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -33,11 +35,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     select._chosen.cache_clear()
 
 
-def rule(tokens: int, segments: int, wants: bool = False, H: int = 1, HV: int = 1) -> tuple[Callable, list[Tensor]]:
+def rule(
+    tokens: int, segments: int, wants: bool = False, H: int = 1, HV: int = 1, **options: Any
+) -> tuple[Callable, list[Tensor]]:
     ctx = ds.build_context(ds.partition([0, tokens], 1), device="cpu")
     q, k, v = (torch.zeros(1, tokens, heads, 128, dtype=torch.bfloat16) for heads in (H, H, HV))
     x = [t.requires_grad_(wants) for t in (q, k, v, torch.zeros(1, tokens, HV), torch.zeros(1, tokens, HV))]
-    return lambda: ds.chunk_gated_delta_rule(*x, ctx, segments=segments, backend="hopper")[0], x
+    return lambda: ds.chunk_gated_delta_rule(*x, ctx, segments=segments, backend="hopper", **options)[0], x
 
 
 def calls_of(run: Callable[[], Any]) -> int:
@@ -138,6 +142,27 @@ def test_a_forward_encodes_each_of_its_tensors_once(driver: Any) -> None:
     assert len({given[0] for given in driver.encoded}) == len(driver.encoded) == 5 + 1
 
 
+def test_what_is_recorded_beside_a_hook_is_played_without(driver: Any) -> None:
+    import triton
+
+    chain, made = triton.knobs.runtime.launch_exit_hook, []
+    with torch.no_grad():
+        for recorded_beside in (True, False):
+            again_run, _ = rule(300, 3)
+            again_run()
+            if recorded_beside:
+                chain.add(print)
+            try:
+                again_run()
+            finally:
+                if recorded_beside:
+                    chain.remove(print)
+            driver.launches.clear()
+            again_run()
+            made.append([(grid, [shape_of(x) for x in given]) for grid, _, given in driver.launches])
+    assert made[0] == made[1] and len(made[0]) == 5
+
+
 def test_who_hooks_into_launches_is_called(driver: Any) -> None:
     import triton
 
@@ -221,3 +246,49 @@ class Asked(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
+
+
+class Living(TorchDispatchMode):
+    """The most bytes of new storages that live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[tuple[StorageWeakRef, int]] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return self.add(found) if func.overloadpacket.__name__ in ALLOCATED else found
+
+    def add(self, x: Tensor) -> Tensor:
+        self.storages = [held for held in self.storages if not held[0].expired()]
+        self.storages.append((StorageWeakRef(x.untyped_storage()), x.nbytes))
+        self.most = max(self.most, sum(size for _, size in self.storages))
+        return x
+
+
+def allocated(living: Living, allocate: Callable, *args: Any, **kwargs: Any) -> Tensor:
+    return living.add(allocate(*args, **kwargs))
+
+
+def test_what_is_played_holds_no_more_than_a_run(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two slabs the second's states take the place of the first's, and of raw operands what prep made that of what
+    it made of ready ones."""
+    raw = {"use_qk_l2norm_in_kernel": True}
+    for options in ({}, raw):
+        run, x = rule(300, 2, True, H=2, HV=2, **options)
+        do = torch.zeros(1, 300, 2, 128, dtype=torch.bfloat16)
+
+        def call(run: Callable = run, x: list = x, do: Tensor = do) -> None:
+            torch.autograd.grad(checkpoint(run, use_reentrant=False, preserve_rng_state=False), x, do)
+
+        with Living() as running:
+            call()
+        for _ in range(3):
+            call()
+        playing = Living()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty_strided", partial(allocated, playing, torch.empty_strided))
+            call()
+        states = 2 * 5 * 128 * 128 * 2  # of a slab, and adjoints
+        assert 2 * states < playing.most <= running.most

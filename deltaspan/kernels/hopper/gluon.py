@@ -226,11 +226,11 @@ class _At:
 @contextmanager
 def watching(seen: Callable[[Ready, tuple, tuple], None]) -> Iterator[None]:
     """Tells `seen` of every launch of this thread: what was launched, its grid and its arguments."""
-    _watched.by = seen
+    before, _watched.by = _watched.by, seen
     try:
         yield
     finally:
-        _watched.by = None
+        _watched.by = before
 
 
 def hooked() -> bool:

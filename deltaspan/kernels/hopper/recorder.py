@@ -7,6 +7,7 @@ from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar
 from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +24,7 @@ from deltaspan.kernels.hopper.recording import (
     Question,
     Recording,
     Step,
+    alignment,
     several,
     told,
 )
@@ -74,6 +76,8 @@ class Recorder(TorchDispatchMode):
             self.recordable = False
 
     def _hear(self, answer: Any) -> None:
+        question = self.steps.pop() if self.recordable else Question(None)
+        self.steps.append(question._replace(aligned=tuple(map(alignment, told(answer)))))
         for x in told(answer):
             if isinstance(x, Tensor):
                 self._make(x)
@@ -90,7 +94,9 @@ class Recorder(TorchDispatchMode):
             self._end()
             operation = self._replaced(args), self._replaced(named)
         found = func(*args, **named)
-        new = {i: x for i, x in enumerate(several(found)) if isinstance(x, Tensor) and all(x is not y for y in given)}
+        results = several(found)
+        new = {i: x for i, x in enumerate(results) if isinstance(x, Tensor) and all(x is not y for y in given)}
+        self.recordable &= all(x is None or isinstance(x, Tensor) for x in results) and not _decided(func, given)
         if operation is not None:
             self.steps.append(Operation(func, *operation, tuple(new)))
         elif not func.is_view:
@@ -103,6 +109,7 @@ class Recorder(TorchDispatchMode):
     def _look(self, x: Tensor, base: Tensor) -> None:
         """At `base` in another way; of what is not known there, nobody knows here."""
         self.known.pop(id(x), None)
+        self.recordable &= x.dtype == base.dtype
         if id(base) in self.known:
             source, offset = self.known[id(base)]
             self.known[id(x)] = source, offset + x.storage_offset() - base.storage_offset()
@@ -117,6 +124,7 @@ class Recorder(TorchDispatchMode):
         """Tensors by places, also in lists."""
         if isinstance(x, dict):
             return {name: self._replaced(part) for name, part in x.items()}
+        self.recordable &= type(x) in (list, tuple) or not isinstance(x, list | tuple)
         return type(x)(map(self._replaced, x)) if type(x) in (list, tuple) else self._given(x)
 
     def launched(self, ready: Ready, grid: tuple[int, int, int], arguments: tuple) -> None:
@@ -127,8 +135,11 @@ class Recorder(TorchDispatchMode):
         passed, addresses, maps = [], [], []
         for x, own in zip(given, arguments, strict=True):
             if isinstance(x, Numbered):
+                passed_so = own.passed  # None if it was launched in another way
+                if passed_so is None and ready.run is not None:
+                    passed_so = ready.encode(own, ready.descriptors[len(maps)])
                 maps.append((len(passed), x.number))
-                passed += own.passed or [None]
+                passed += passed_so or [None]
             else:
                 if isinstance(x, Place) and not isinstance(x.source, Tensor):
                     addresses.append((len(passed), x.source, x.bytes))
@@ -176,7 +187,7 @@ class Recorder(TorchDispatchMode):
         source, offset = self.known[id(x)]
         *shaped, address = self.sources[source]
         behind = offset * x.element_size() if x.numel() else 0  # of nothing the address is 0
-        self.recordable &= x.data_ptr() == address + behind  # or it is not what was known by this id
+        self.recordable &= not x.numel() or x.data_ptr() == address + behind  # or it is not what was known by this id
         whole = offset == 0 and [x.shape, x.stride()] == shaped
         return Place(source, offset, x.shape, x.stride(), behind, whole)
 
@@ -184,6 +195,12 @@ class Recorder(TorchDispatchMode):
         for source in [source for source, is_gone in self.gone.items() if is_gone()]:
             del self.gone[source]
             self.steps.append(End(source))
+
+
+def _decided(func: Any, given: Sequence[Tensor]) -> bool:
+    """Whether what is in tensors decides the shapes of results: of rows chosen by numbers it does not."""
+    by_number = func is torch.ops.aten.index.Tensor and all(x.dtype != torch.bool for x in given)
+    return torch.Tag.dynamic_output_shape in func.tags and not by_number
 
 
 def _given(step: Operation | Question) -> Any:

@@ -62,6 +62,7 @@ class Question(NamedTuple):
     asked: int | None  # the source, if it is something that it has been told
     like: Any = None  # a dataclass, if not,
     operands: tuple[Any, ...] = ()  # with these as its operands, a Place for a tensor
+    aligned: tuple[int, ...] = ()  # what it is told, as kernels are told apart by it
 
     def asks(self, held: Sequence[Any]) -> Any:
         if self.asked is not None:
@@ -130,6 +131,8 @@ class Recording(NamedTuple):
                 held[step.source] = None
             else:
                 made = step.on(held, device) if kind is Operation else told((yield step.asks(held)))
+                if kind is Question and tuple(map(alignment, made)) != step.aligned:
+                    raise RuntimeError("what came from other ranks lies otherwise than when its reader was recorded")
                 held += made
                 at += [x.data_ptr() if isinstance(x, Tensor) else 0 for x in made]
                 del made
@@ -154,6 +157,10 @@ class Recording(NamedTuple):
             Tiles(of[x.number].of.among(held), *of[x.number].shaped) if isinstance(x, Numbered) else _among(x, held)
             for x in launch.arguments
         ]
+
+
+def alignment(x: Any) -> int:
+    return x.data_ptr() % 16 if isinstance(x, Tensor) else 0
 
 
 def told(x: Any) -> list[Any]:

@@ -278,7 +278,7 @@ def _clear_behind(grid: Grid, *rows: Tensor) -> None:
     """What stands behind the rank's own tokens, in a buffer that is longer."""
     for x in rows:
         if x.shape[0] > grid.tokens:
-            x[grid.tokens :] = 0
+            x[grid.tokens :].zero_()
 
 
 def _walked(tape: Tape, runs: Runs, entry: Tensor, **what: Any) -> tuple[Tensor | None, ...]:
