@@ -122,6 +122,18 @@ def test_operands_of_other_kinds_are_recorded_by_themselves(
         assert same_bits(o.detach(), same.detach()) and not played
 
 
+def test_what_nobody_leads_back_is_recorded_by_itself(
+    hopper: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, played: list
+) -> None:
+    ctx, given = ds.build_context(ds.partition(DOCUMENTS, 1), device=hopper), drawn(rng, hopper)
+    for plays in (0, 0, 1):
+        with torch.no_grad():
+            ds.chunk_gated_delta_rule(*given[:5], ctx, backend="hopper")
+        assert len(played) == plays
+    found = step(ctx, given, wrap=True)
+    assert len(played) == 1 and all(map(same_bits, found, run(monkeypatch, ctx, given, wrap=True)))
+
+
 def test_nobody_is_passed_by(hopper: str, rng: torch.Generator, played: list) -> None:
     """Who watches what torch is asked for sees all of it; and autocast reaches nothing that is played."""
     ctx, raw = ds.build_context(ds.partition(DOCUMENTS, 1), device=hopper), dict.fromkeys(RAW, True)
