@@ -128,24 +128,31 @@ def soonest_division(
     """
     walks = _longest_first(walks)
     counts = list(accumulate(count for _, count in walks)) or [0]
-    none = _divided(walks, counts[-1], sm_count, step, half, crowd)
+    best = Division(_ended(*_handed_out(walks, counts[-1], step, half), sm_count, crowd), counts[-1])
     busy = sum(chunks * count for chunks, count in walks) * min(step + crowd, 2 * half) // sm_count
-    if 100 * none.time <= (100 + LEAST_GAIN) * busy:
-        return none
+    if 100 * best.time <= (100 + LEAST_GAIN) * busy:
+        return best
     ends = {count - count % sm_count for count in (*counts[:LONGEST], counts[-1])} | {0}
-    others = (
-        _divided(walks, whole, sm_count, step, half, crowd) for whole in sorted(ends - {counts[-1]}, reverse=True)
-    )
-    return min((none, *others), key=lambda division: division.time)
+    for whole in sorted(ends - {counts[-1]}, reverse=True):
+        jobs, steps = _handed_out(walks, whole, step, half)
+        least = -(-sum(time * count for time, count in jobs) // sm_count) + steps * crowd // sm_count
+        if least < best.time and (time := _ended(jobs, steps, sm_count, crowd)) < best.time:
+            best = Division(time, whole)
+    return best
 
 
-def _divided(walks: list[tuple[int, int]], whole: int, sm_count: int, step: int, half: int, crowd: int) -> Division:
+def _handed_out(walks: list[tuple[int, int]], whole: int, step: int, half: int) -> tuple[list[tuple[int, int]], int]:
+    """(time, how many such) of walks, longest first, and the chunks of those that are walked whole."""
     jobs, left, steps = [], whole, 0
     for chunks, count in walks:
         of_them = min(left, count)
         jobs += [(chunks * step, of_them), (chunks * half, 2 * (count - of_them))]
         left, steps = left - of_them, steps + chunks * of_them
-    return Division(lpt_makespan(jobs, sm_count) + steps * crowd // sm_count, whole)
+    return jobs, steps
+
+
+def _ended(jobs: list[tuple[int, int]], steps: int, sm_count: int, crowd: int) -> int:
+    return lpt_makespan(jobs, sm_count) + steps * crowd // sm_count
 
 
 @lru_cache(maxsize=1 << 14)
