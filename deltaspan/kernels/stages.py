@@ -28,6 +28,8 @@ from zero, so nobody has to make zeros, or one tensor of all runs' states.
     tape, states = restore(tensors, q, k, v, g, beta, grid, scale=, raw=)      None for states that are walked again
     bytes = kept_bytes(chunks, H=, HV=, K=, V=, state_size=, l2norm=)
 
+    recorder = recorder(operands, tables)           if the tier has one: watches a run of stages and makes a recording
+
     merge(M, X, b) = M X + b, for states [..., K, V]
     composed = chain(M, b, chains, maps=)           maps and offsets along plan.Chains, as exchange.Affine says
 

@@ -71,15 +71,15 @@ def backward_program(
     if cut.linked:
         d = tier.adjoint_summary(adjoint, cut.entered, final)
         folded = fold(tier, cut.backward, maps.mT, d)
-        arrived = folded.last_offsets
-        if not view.seams.none:
-            sent = options.exchange, view.seams, tier, kept, whole, arrived, common(x, options)
+        arrived, crosses = folded.last_offsets, not view.seams.none
+        sent = (options.exchange, view.seams, tier, kept, whole, arrived, common(x, options)) if crosses else ()
+        del maps, kept, whole, d
+        if crosses:
             crossing = yield Beside(carry_adjoints, sent, True)
-            del maps, kept, whole, d, sent, arrived
+            del sent, arrived
             states = tier.walk_ahead(adjoint, cut.every, states)
             arrived = yield crossing
             del crossing
-        maps = kept = whole = d = None
         leaving = joined(spread(tier, cut.backward, folded, arrived), final)
         del folded, arrived
     entering, dq, dk, dv, dg, dbeta, *dgate = tier.pull_back(adjoint, cut.every, states, leaving)

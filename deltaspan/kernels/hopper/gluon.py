@@ -177,7 +177,11 @@ class Ready:
                 x.passed = self.encode(x, how)
             encoded += x.passed
         passed[: where.descriptors] = encoded
-        self.run(*grid, self.stream(device), self.function, self.metadata, None, None, None, *passed, *self.constants)
+        self.at_once(grid, device, [*passed, *self.constants])
+
+    def at_once(self, grid: tuple[int, ...], device: int | None, passed: list[Any]) -> None:
+        """Launched with what the device takes."""
+        self.run(*grid, self.stream(device), self.function, self.metadata, None, None, None, *passed)
 
     def _inner(self) -> Any:
         """The launcher with the inner one in place of that which encodes; None for another Triton's."""

@@ -149,7 +149,7 @@ class Recording(NamedTuple):
                 of, shaped = self.descriptors[number]
                 encoded = maps[number] = ready.map_at(at[of.source] + of.bytes, shaped, i)
             passed[place] = encoded
-        ready.run(*grid, ready.stream(device), ready.function, ready.metadata, None, None, None, *passed)
+        ready.at_once(grid, device, passed)
 
     def _arguments(self, launch: Launch, held: Sequence[Any]) -> list[Any]:
         of = self.descriptors
