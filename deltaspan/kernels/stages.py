@@ -12,6 +12,7 @@ from zero, so nobody has to make zeros, or one tensor of all runs' states.
         entry [E, HV, K, V] -> b [n, HV, K, V]
     M = transfer(tape, runs)
         M [n, HV, K, K]: of entry + X the exit state is M X + b
+    M, b = summaries(tape, through, left, entry)    both, each of its own runs
     o, exit, states = walk(tape, runs, entry, output=, exits=, begun=)
         entry [E, HV, K, V] -> o [T, HV, V] or None, exit [count, HV, K, V] (if anybody reads them); states: for
         pull_back(); begun: the three as a walk of other runs gave them, which this one adds to
@@ -80,6 +81,7 @@ class Runs(NamedTuple):
     count: int  # how many segments the caller counts: n, or more where others are walked apart
     whole: Callable[[int], int]  # by heads, how many walks of a head over a run, in this order, are a program each;
     # each of the others is two, on half of V's channels each, with the same bits, so that no multiprocessor is idle
+    pair: Callable[[int], tuple[int, int]]  # the same of walks back, and of those over states that begin while they end
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,7 +76,7 @@ def set_out(
     initial = start_states(cut, x)
     if not cut.linked:
         return Underway(initial)
-    M, b = tier.transfer(tape, cut.through), tier.exit_states(tape, cut.left, initial)
+    M, b = tier.summaries(tape, cut.through, cut.left, initial)
     folded = fold(tier, cut.forward, M, b)
     if view.seams.none:  # in the whole group: nobody asks for a collective
         return Underway(initial, M, folded)

@@ -20,6 +20,7 @@ from deltaspan.plan import (
     passages,
     segment_table,
     soonest_division,
+    soonest_pair,
     walk_order,
     walked_ahead,
 )
@@ -91,7 +92,7 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool =
     runs = {
         name: Runs(
             *(take() for _ in range(6)), take().int(), take().int(), w.active,
-            len(inside) if name in rows else len(w.order), _whole(w, sm_count),
+            len(inside) if name in rows else len(w.order), *_whole(w, sm_count),
         )
         for name, w in walks.items()
     }  # fmt: skip
@@ -115,10 +116,17 @@ def _run_columns(
     return order, np.argsort(w.order), *given, w.first, last, *tables
 
 
-def _whole(w: WalkOrder, sm_count: int) -> Callable[[int], int]:
-    """`Runs.whole`."""
+def _whole(w: WalkOrder, sm_count: int) -> tuple[Callable[[int], int], Callable[[int], tuple[int, int]]]:
+    """`Runs.whole` and `Runs.pair`."""
     runs = Counter(w.count.tolist()).items()
-    return cache(lambda heads: soonest_division([(n, heads * count) for n, count in runs], sm_count).whole)
+
+    def walks(heads: int) -> list[tuple[int, int]]:
+        return [(n, heads * count) for n, count in runs]
+
+    return (
+        cache(lambda heads: soonest_division(walks(heads), sm_count).whole),
+        cache(lambda heads: soonest_pair(walks(heads), sm_count)[1:]),
+    )
 
 
 def _passage(way: Passage[np.ndarray], take: Callable[[], Tensor]) -> Passage[Tensor]:

@@ -9,6 +9,7 @@ from deltaspan.plan.cost import (
     rank_cost,
     rank_walk_steps,
     soonest_division,
+    soonest_pair,
     walk_steps,
 )
 from deltaspan.plan.rules import (
@@ -76,6 +77,7 @@ __all__ = [
     "segment_starts",
     "segment_table",
     "soonest_division",
+    "soonest_pair",
     "walk_order",
     "walk_steps",
     "walked_ahead",

@@ -47,4 +47,4 @@ def walked_ahead(
 def _walk(chunks: np.ndarray, hv: int, sm_count: int, times: StepTimes) -> int:
     """Of segments of so many chunks side by side, with output, in units of 10 ns."""
     walks = [(n, hv * count) for n, count in Counter(chunks.tolist()).items()]
-    return soonest_division(walks, sm_count, step=times.walk, half=times.half).time
+    return soonest_division(walks, sm_count, step=times.walk.step, half=times.walk.half).time

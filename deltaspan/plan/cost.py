@@ -6,7 +6,7 @@ the makespan of handing them out longest first (LPT). All figures are whole numb
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -109,6 +109,19 @@ def _longest_first(jobs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return sorted(counts.items(), reverse=True)
 
 
+class WalkStep(NamedTuple):
+    """What a chunk's step of a walk takes, in one unit of time."""
+
+    step: int  # on all of V's channels
+    half: int  # on half of them
+    crowd: int = 0  # more on all of them, where every multiprocessor walks so
+
+
+# Of the walk back and of that over states, which run one behind the other: on an H200 0.2357 and 0.2202 us where all
+# multiprocessors are busy, on halves 0.81 and 0.63 of that.
+BACK_STEP, STATES_STEP = WalkStep(20, 16), WalkStep(19, 12)
+
+
 class Division(NamedTuple):
     """How walks are handed out: the first `whole` of them, longest first, one by one, each of the others as two, which
     walk half of V's channels."""
@@ -118,32 +131,58 @@ class Division(NamedTuple):
 
 
 def soonest_division(
-    walks: Iterable[tuple[int, int]], sm_count: int, *, step: int = WHOLE_STEP, half: int = HALF_STEP, crowd: int = 0
-) -> Division:
+    walks: Iterable[tuple[int, int]], sm_count: int, *, step: int = WHOLE_STEP, half: int = HALF_STEP, crowd: int = 0,
+    beside: Sequence[tuple[int, int]] = (),
+) -> Division:  # fmt: skip
     """Of walks (chunks, how many such) that which ends soonest: none on halves, all, or those behind the last round
     that is full, be it of all walks or of the longest.
 
     step, half: time of a chunk on all of V's channels and on half of them. crowd: what the former takes more where
-    every multiprocessor walks so.
+    every multiprocessor walks so. beside: (time, how many such) of what is handed out before.
     """
     walks = _longest_first(walks)
     counts = list(accumulate(count for _, count in walks)) or [0]
-    best = Division(_ended(*_handed_out(walks, counts[-1], step, half), sm_count, crowd), counts[-1])
-    busy = sum(chunks * count for chunks, count in walks) * min(step + crowd, 2 * half) // sm_count
-    if 100 * best.time <= (100 + LEAST_GAIN) * busy:
+    best = Division(_ended(*_handed_out(walks, counts[-1], step, half, beside), sm_count, crowd), counts[-1])
+    taken, there = (sum(part) for part in zip(*((time * count, count) for time, count in beside), (0, 0), strict=True))
+    work = sum(chunks * count for chunks, count in walks) * min(step + crowd, 2 * half)
+    if 100 * best.time <= (100 + LEAST_GAIN) * ((work + taken) // sm_count):
         return best
-    ends = {count - count % sm_count for count in (*counts[:LONGEST], counts[-1])} | {0}
+    ends = {max(0, count - (there + count) % sm_count) for count in (*counts[:LONGEST], counts[-1])} | {0}
     for whole in sorted(ends - {counts[-1]}, reverse=True):
-        jobs, steps = _handed_out(walks, whole, step, half)
+        jobs, steps = _handed_out(walks, whole, step, half, beside)
         least = -(-sum(time * count for time, count in jobs) // sm_count) + steps * crowd // sm_count
         if least < best.time and (time := _ended(jobs, steps, sm_count, crowd)) < best.time:
             best = Division(time, whole)
     return best
 
 
-def _handed_out(walks: list[tuple[int, int]], whole: int, step: int, half: int) -> tuple[list[tuple[int, int]], int]:
-    """(time, how many such) of walks, longest first, and the chunks of those that are walked whole."""
-    jobs, left, steps = [], whole, 0
+class Pair(NamedTuple):
+    """How the same walks are handed out twice, the second ones as soon as the first ones leave room."""
+
+    time: int  # until the last of both has ended
+    first: int  # how many of the first are walked whole, and of the second
+    second: int
+
+
+def soonest_pair(
+    walks: Iterable[tuple[int, int]], sm_count: int, first: WalkStep = BACK_STEP, second: WalkStep = STATES_STEP
+) -> Pair:
+    """Of those with the first all whole or all on halves that which ends soonest."""
+    walks = _longest_first(walks)
+    pairs = []
+    for whole in (sum(count for _, count in walks), 0):
+        jobs, steps = _handed_out(walks, whole, first.step, first.half)
+        time, behind = soonest_division(walks, sm_count, **second._asdict(), beside=jobs)
+        pairs.append(Pair(time + steps * first.crowd // sm_count, whole, behind))
+    return min(pairs, key=lambda pair: pair.time)
+
+
+def _handed_out(
+    walks: list[tuple[int, int]], whole: int, step: int, half: int, beside: Sequence[tuple[int, int]] = ()
+) -> tuple[list[tuple[int, int]], int]:
+    """(time, how many such) of walks, longest first, behind what they are beside, and the chunks of those that are
+    walked whole."""
+    jobs, left, steps = [*beside], whole, 0
     for chunks, count in walks:
         of_them = min(left, count)
         jobs += [(chunks * step, of_them), (chunks * half, 2 * (count - of_them))]

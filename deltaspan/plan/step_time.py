@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
-from deltaspan.plan.cost import RankChunks, lpt_makespan, soonest_division
+from deltaspan.plan.cost import RankChunks, WalkStep, lpt_makespan, soonest_division, soonest_pair
 
 UNITS_PER_MS = 100_000  # times are in units of 10 ns
 SHORT = 27  # chunks; of what is shorter, under moderate decay, a summary may feel every chunk
+Walks: TypeAlias = list[tuple[int, int]]  # (chunks, how many such)
 LEAST_MARGIN = 6  # percent of the least time under moderate decay that is given for less under slow decay
 SLOW_WEIGHT = 2  # of a time under slow decay, against one under moderate decay
 SLABS = 2  # of heads, by which a backward goes: more only where each fills multiprocessors several times
@@ -27,43 +28,36 @@ class Summary(NamedTuple):
     crowd: int  # what that takes more where every multiprocessor walks
 
 
-class StepTimes(NamedTuple):
-    """Times of what a plan changes, in units of 10 ns."""
-
-    walk: int  # a chunk's step of the walk with output
-    crowd: int  # what it takes more where every multiprocessor walks
-    half: int  # a chunk's step of that walk on half of V's channels
-    back: int  # the same three of the backward's two walks, over states and over adjoints, together
-    back_crowd: int
-    back_half: int
-    exit: Summary  # an exit state
-    map: Summary
-    entry: Summary  # the adjoint of an entry state
-    state: int  # a state that a segment hands to the next
-    crossing: int  # the same where something enters its fragment, and composed maps are wanted beside states
-    compose: int  # a step along the segments of a fragment
-
-
-# Those of a forward were fitted to 264 forwards by CUDA graph on an H200: eight local shards with 48 value heads, five
-# with 6 and three with 12, in 1 to 22 segments, under both decays. With the time of prep and 13 us they met those to
-# 4 % (RMS), when all segments that state leaves had maps. What was fitted to exit states and maps together is divided
-# as bench.stages times them: 39 : 61 where nothing fades, 84 : 16 where all does, 60 : 40 in runs of 23 chunks. `short`
-# lies between that fit and those; `crossing` was fitted to bench.plans when it was counted where state leaves a
-# fragment, not where it enters. Walks with output have become faster since, by what bench.stages says of them: `walk`
-# and `crowd` are 0.925 and `half` 0.84 of what was fitted. Those of a backward are in proportion to these as
-# bench.stages has them: states of chunks and adjoint walk beside the walk, entry adjoints beside exit states.
-H200_TIMES = StepTimes(
-    walk=194, crowd=24, half=141, back=384, back_crowd=48, back_half=295,
-    exit=Summary(faded=2270, short=97, slow=82, crowd=48), map=Summary(faded=430, short=63, slow=128, crowd=74),
-    entry=Summary(faded=3840, short=150, slow=200, crowd=51), state=30, crossing=70, compose=470,
-)  # fmt: skip
-
-
 class ByDecay(NamedTuple):
     """Times in units of 10 ns."""
 
     moderate: int
     slow: int
+
+
+class StepTimes(NamedTuple):
+    """Times of what a plan changes, in units of 10 ns."""
+
+    walk: WalkStep  # with output
+    back: WalkStep  # over adjoints
+    states: WalkStep  # over states, for the backward
+    exit: Summary  # an exit state
+    map: Summary
+    entry: Summary  # the adjoint of an entry state
+    state: int  # a state that a segment hands to the next
+    crossing: int  # the same where something enters its fragment, and composed maps are wanted beside states
+    compose: ByDecay  # a step along the segments of a fragment: nothing is multiplied by maps that have faded
+
+
+# Fitted to 254 forwards and as many checkpointed steps by CUDA graph on an H200: seven local shards with 48 value
+# heads, four with 6 and with 12, in 1 to 22 segments, under both decays. With 6.8 ns of prep a chunk and value head, 51
+# of gradients, 11 us of a forward and 55 of a step they met forwards to 5.0 % (RMS, 48 heads) and steps to 3.6 %, with
+# few heads to 8 and 6 %. `crossing` is to `state` as bench.plans had it.
+H200_TIMES = StepTimes(
+    walk=WalkStep(174, 134, 31), back=WalkStep(200, 153, 34), states=WalkStep(200, 151, 29),
+    exit=Summary(faded=2040, short=67, slow=81, crowd=18), map=Summary(faded=340, short=67, slow=142, crowd=111),
+    entry=Summary(faded=2850, short=141, slow=131, crowd=103), state=20, crossing=47, compose=ByDecay(204, 419),
+)  # fmt: skip
 
 
 def forward_time(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> ByDecay:
@@ -72,8 +66,8 @@ def forward_time(rank: RankChunks, segments: int, hv: int, sm_count: int, times:
     Unlike `rank_cost` it knows that a document's last segment needs no summary and its first no map, that walks go over
     halves of V where that ends sooner, and that memory is slower where more read it.
     """
-    walked, told = _walked(rank, segments, hv, sm_count, times), _told(rank, segments, hv, times)
-    return ByDecay(*(walked + told + _summaries(rank, segments, hv, sm_count, times, of) for of in DECAYS))
+    alike = _walked(rank, segments, hv, sm_count, times) + _told(rank, segments, hv, times)
+    return ByDecay(*(alike + _summaries(rank, segments, hv, sm_count, times, of) for of in DECAYS))
 
 
 def plan_time(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> ByDecay:
@@ -86,8 +80,8 @@ def plan_time(rank: RankChunks, segments: int, hv: int, sm_count: int, times: St
 def least_plan_time(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> int:
     """What no `plan_time` falls below with so many segments or more: all multiprocessors are busy to the end."""
     work = sum(run.chunks * run.count for run in rank.runs)
-    walk = work * hv * min(times.walk + times.crowd, 2 * times.half) // sm_count
-    back = work * _slab(hv) * min(times.back + times.back_crowd, 2 * times.back_half) // sm_count
+    walk, *back = (min(of.step + of.crowd, 2 * of.half) for of in (times.walk, times.back, times.states))
+    walk, back = work * hv * walk // sm_count, work * _slab(hv) * sum(back) // sm_count
     return 2 * walk + SLABS * back + 3 * _told(rank, segments, hv, times) + _told_back(rank, segments, hv, times)
 
 
@@ -100,10 +94,10 @@ def soonest(rank: RankChunks, most: int, hv: int, sm_count: int, times: StepTime
         if faded and not _near(least_plan_time(rank, segments, *device), min(faded.values())):
             break
         alike[segments] = _alike(rank, segments, *device)
-        faded[segments] = alike[segments] + _summed(rank, segments, *device, _faded)
+        faded[segments] = alike[segments] + _summed(rank, segments, *device, MODERATE)
     least = min(faded.values())
     near = [segments for segments, time in faded.items() if _near(time, least)]
-    slow = {segments: alike[segments] + _summed(rank, segments, *device, _slow) for segments in near}
+    slow = {segments: alike[segments] + _summed(rank, segments, *device, SLOW) for segments in near}
     return min(near, key=lambda segments: faded[segments] + SLOW_WEIGHT * slow[segments])
 
 
@@ -122,13 +116,11 @@ def _walks(rank: RankChunks, segments: int, heads: int) -> list[tuple[int, int]]
 
 
 def _walked(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> int:
-    of_step = {"step": times.walk, "half": times.half, "crowd": times.crowd}
-    return soonest_division(_walks(rank, segments, hv), sm_count, **of_step).time
+    return soonest_division(_walks(rank, segments, hv), sm_count, **times.walk._asdict()).time
 
 
 def _walked_back(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> int:
-    of_step = {"step": times.back, "half": times.back_half, "crowd": times.back_crowd}
-    return SLABS * soonest_division(_walks(rank, segments, _slab(hv)), sm_count, **of_step).time
+    return SLABS * soonest_pair(_walks(rank, segments, _slab(hv)), sm_count, times.back, times.states).time
 
 
 def _alike(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> int:
@@ -139,17 +131,22 @@ def _alike(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepT
 
 def _summed(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes, of: Regime) -> int:
     """And what does not."""
-    entries = of(_left(_backwards(rank), segments, hv), sm_count, times.entry)
-    return 3 * _summaries(rank, segments, hv, sm_count, times, of) + entries
+    entries = of.walked([(_left(_backwards(rank), segments, hv), times.entry)], sm_count)
+    return 3 * _summaries(rank, segments, hv, sm_count, times, of) + entries + _composed(segments, times, of)
 
 
 def _summaries(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes, of: Regime) -> int:
-    """Exit states and maps."""
+    """Maps and exit states, which run beside each other, and what they are composed to."""
     through = [
         (-(-n // segments), max(0, min(segments, n) - (not crosses_out) - (not crosses_in)) * hv * count)
         for n, crosses_out, crosses_in, count in rank.runs
     ]
-    return of(_left(rank, segments, hv), sm_count, times.exit) + of(through, sm_count, times.map)
+    summed = of.walked([(through, times.map), (_left(rank, segments, hv), times.exit)], sm_count)
+    return summed + _composed(segments, times, of)
+
+
+def _composed(segments: int, times: StepTimes, of: Regime) -> int:
+    return (segments - 1) * getattr(times.compose, of.decay)
 
 
 def _backwards(rank: RankChunks) -> RankChunks:
@@ -173,21 +170,32 @@ def _told_back(rank: RankChunks, segments: int, hv: int, times: StepTimes) -> in
 def _told(rank: RankChunks, segments: int, hv: int, times: StepTimes) -> int:
     """States, by segments to the next ones."""
     counts = ((left, run.crosses_in) for (_, left), run in zip(_left(rank, segments, hv), rank.runs, strict=True))
-    states = sum(left * (times.crossing if crosses_in else times.state) for left, crosses_in in counts)
-    return states + (segments - 1) * times.compose
+    return sum(left * (times.crossing if crosses_in else times.state) for left, crosses_in in counts)
 
 
-def _faded(walks: Iterable[tuple[int, int]], sm_count: int, times: Summary) -> int:
-    """(chunks, how many such) under moderate decay: all chunks are felt of short ones, and a few of others."""
-    jobs = [(times.short * steps if steps < SHORT else times.faded, count) for steps, count in walks]
+def _faded(summaries: Iterable[tuple[Walks, Summary]], sm_count: int) -> int:
+    """Under moderate decay: all chunks are felt of short ones, and a few of others."""
+    jobs = [
+        (times.short * steps if steps < SHORT else times.faded, count)
+        for walks, times in summaries for steps, count in walks
+    ]  # fmt: skip
     return lpt_makespan(jobs, sm_count)
 
 
-def _slow(walks: Iterable[tuple[int, int]], sm_count: int, times: Summary) -> int:
-    """(chunks, how many such) where nothing fades: the busiest multiprocessor's, and more the busier all are."""
-    walks = list(walks)
-    return lpt_makespan(walks, sm_count) * times.slow + sum(s * count for s, count in walks) * times.crowd // sm_count
+def _slow(summaries: Iterable[tuple[Walks, Summary]], sm_count: int) -> int:
+    """Where nothing fades: the busiest multiprocessor's, and more the busier all are."""
+    jobs, more = [], 0
+    for walks, times in summaries:
+        jobs += [(times.slow * steps, count) for steps, count in walks]
+        more += times.crowd * sum(steps * count for steps, count in walks)
+    return lpt_makespan(jobs, sm_count) + more // sm_count
 
 
-Regime: TypeAlias = Callable[[Iterable[tuple[int, int]], int, Summary], int]
-DECAYS: tuple[Regime, Regime] = (_faded, _slow)  # as in `ByDecay`
+class Regime(NamedTuple):
+    """How long summaries take in one."""
+
+    decay: str  # of `ByDecay`
+    walked: Callable[[Iterable[tuple[Walks, Summary]], int], int]
+
+
+DECAYS = MODERATE, SLOW = Regime("moderate", _faded), Regime("slow", _slow)

@@ -87,7 +87,7 @@ def test_table() -> None:
     console = Console(width=240, record=True, quiet=False)
     console.print(*plans.table(json.loads(json.dumps(record))), sep="\n")
     text = console.export_text()
-    assert "transfer 5" in text and f"walk {H200_TIMES.walk}" in text
+    assert "transfer 5" in text and f"state {H200_TIMES.state}" in text
     assert "2.00 1.50 1.25" in text and "2.00 3.00 1.25" in text
     means = [line.split()[-1] for line in text.splitlines() if "mean of 20 rows" in line]
     assert means == ["0.750", "0.625", "1.500", "0.625"]

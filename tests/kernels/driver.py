@@ -18,6 +18,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.launches: list[tuple] = []  # by launch: grid, hooks, and arguments as the device takes them
+        self.beside: list[bool] = []  # by launch: whether it may begin before the one before has ended
         self.encoded: list[tuple] = []  # by descriptor that was made for the device: what it was made of
         noted = self
 
@@ -27,19 +28,21 @@ class Driver:
             def __init__(self, source: Any, metadata: Any) -> None:
                 how = getattr(metadata, "tensordesc_meta", None)
                 self.launch = driver.wrap_handle_tensordesc(noted.launched, dict(source.signature), how)
+                self.launch_pdl = metadata.launch_pdl
 
             def __call__(self, *given: Any) -> None:
                 before, rest, arguments = given[:5], given[5:9], given[9:]
                 if TUPLED:
-                    self.launch(*before, False, False, *rest, None, None, None, None, arguments)
+                    self.launch(*before, False, self.launch_pdl, *rest, None, None, None, None, arguments)
                 else:
-                    self.launch(*before, False, False, None, None, *rest, *arguments)
+                    self.launch(*before, False, self.launch_pdl, None, None, *rest, *arguments)
 
         self.launcher_cls, self.utils = Launcher, self
 
     def launched(self, *given: Any) -> None:
         hooks, arguments = (given[9:11], given[-1]) if TUPLED else (given[11:13], given[13:])
         self.launches.append((given[:3], hooks, tuple(arguments)))
+        self.beside.append(given[6])
 
     def fill_tma_descriptor(self, *given: Any) -> tuple:
         self.encoded.append(given)
@@ -76,8 +79,8 @@ def installed() -> Iterator[Driver]:
     """In the place of the active driver."""
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(_driver)
-    _driver.launches.clear()
-    _driver.encoded.clear()
+    for noted in (_driver.launches, _driver.beside, _driver.encoded):
+        noted.clear()
     try:
         yield _driver
     finally:

@@ -98,6 +98,42 @@ def test_a_call_that_is_made_again_launches_what_a_run_launches(
     assert made[0] == made[1] and len(made[0]) == {1: 9, 3: 17}[segments]
 
 
+def test_who_begins_before_the_launch_before_has_ended(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit states behind maps, and states behind the walk back of each slab: run, played, and by nobody who is watched."""
+    from deltaspan.kernels.hopper import gluon
+
+    def step(segments: int) -> list[bool]:
+        run, x = rule(300, segments, True, H=2, HV=2)
+        driver.beside.clear()
+        torch.autograd.grad(checkpoint(run, use_reentrant=False).sum(), x)
+        return driver.beside[:]
+
+    forward, slab = [False, False, True, False, False], [False, True, False]
+    recompute = [*forward[:4], False, False]  # prep, maps, exit states, chain; adjoints of entry states, chain
+    assert step(3) == [*forward, *recompute, *slab, *slab]
+    assert step(2) == [False] * 3 + [False] * 3 + [*slab, *slab]  # one exit state, and no map to run beside
+    monkeypatch.setattr(gluon, "hooked", lambda: True)
+    assert not any(step(3))
+
+
+def test_what_begins_early_is_let_and_waits_itself(driver: Any) -> None:
+    from deltaspan.kernels.hopper import gluon
+
+    run, x = rule(300, 3, True, H=2, HV=2)
+    seen: list[Any] = []
+    with gluon.watching(lambda ready, *given: seen.append(ready)):
+        torch.autograd.grad(run().sum(), x)
+    code = {ready: ready.compiled.asm["ptx"] for ready in seen}
+    pairs = [(before, after) for before, after in zip(seen, seen[1:], strict=False) if after.beside]
+    assert [after.kernel.__name__ for _, after in pairs] == ["forward_kernel"] * 3
+    for before, after in pairs:
+        begun, walks = code[before].partition("griddepcontrol.launch_dependents")[::2]
+        assert "mbarrier.init" not in begun and "mbarrier.init" in walks  # before it does anything
+        assert "griddepcontrol.wait" in code[after]
+    alone = [ready for ready in seen if ready.kernel.__name__ == "forward_kernel" and not ready.beside]
+    assert len(alone) == 1 and "griddepcontrol" not in code[alone[0]]  # it reads what the launch before it writes
+
+
 def shape_of(x: Any) -> Any:
     """An argument but for where memory happens to lie."""
     if isinstance(x, tuple):  # a descriptor

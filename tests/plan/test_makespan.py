@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltaspan.plan import lpt_makespan, soonest_division
-from deltaspan.plan.cost import LEAST_GAIN, LONGEST
+from deltaspan.plan import lpt_makespan, soonest_division, soonest_pair
+from deltaspan.plan.cost import LEAST_GAIN, LONGEST, WalkStep
 
 Jobs = list[tuple[int, int]]
 
@@ -162,3 +162,37 @@ def test_a_division_is_the_soonest_of_three(walks, machines, step, half, crowd):
         assert whole == len(items)
     else:
         assert time == min(found.values()) and whole == max(w for w in found if found[w] == time)
+
+
+@RANDOM
+@given(few_jobs, st.integers(1, 9), st.lists(st.integers(1, 9), min_size=4, max_size=4), st.integers(0, 3))
+def test_a_pair_ends_when_the_last_of_both_does(walks, machines, of_step, crowd):
+    items = sorted((n for n, count in walks for _ in range(count if n else 0)), reverse=True)
+    first, second = WalkStep(*of_step[:2], crowd), WalkStep(*of_step[2:], crowd)
+    time, whole, behind = soonest_pair(walks, machines, first, second)
+    assert whole in (0, len(items)) and 0 <= behind <= len(items)
+
+    def ended(whole: int, behind: int) -> int:
+        jobs, steps = [], []
+        for of, count in ((first, whole), (second, behind)):
+            jobs += [(n * of.step, 1) for n in items[:count]] + [(n * of.half, 2) for n in items[count:]]
+            steps.append(sum(items[:count]) * of.crowd // machines)
+        return one_by_one(jobs, machines) + sum(steps)
+
+    assert time == ended(whole, behind)
+    assert time <= min(ended(len(items), len(items)), ended(0, len(items)))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "hv", "pair"),
+    [
+        ([125] * 2, 24, (48, 48)),  # 96 walks: all at once, whole
+        ([256] * 4, 24, (96, 36)),  # 192: one round, and 60 of the second as 120 halves
+        ([320] * 6, 24, (144, 120)),  # 288: two rounds, and 24 as 48
+        ([2048], 3, (0, 0)),  # most of a device is idle
+        ([40] * 11, 24, (264, 264)),  # four full rounds
+        ([], 24, (0, 0)),
+    ],
+)
+def test_walks_behind_others_fill_what_these_leave(chunks, hv, pair):
+    assert soonest_pair([(n, hv) for n in chunks], 132)[1:] == pair

@@ -49,7 +49,7 @@ from deltaspan.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltaspan.kernels.hopper.instructions import exp2, late, mask, masked_negative, widened
+from deltaspan.kernels.hopper.instructions import exp2, late, let_next_begin, mask, masked_negative, widened
 from deltaspan.kernels.hopper.prep import Prepared
 
 # Three stages, two of dO and both halves of D on their way out fill the shared memory. A walk holds D in 64 registers,
@@ -78,6 +78,7 @@ def adjoint_kernel(
     segments [n, 5] int32: first token, end, first chunk, row of leaving, from `given` on nothing, and of entering.
     Programs: as for the forward.
     """
+    let_next_begin()
     HV: gl.constexpr = H * GROUP
     item, first, alone = walked_by_program(whole)
     segment = segments + (item // HV) * 5

@@ -49,7 +49,7 @@ from deltaspan.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltaspan.kernels.hopper.instructions import exp2, late, mask, masked, masked_or, widened
+from deltaspan.kernels.hopper.instructions import exp2, late, mask, masked, masked_or, wait_for_previous, widened
 from deltaspan.kernels.hopper.prep import Prepared
 
 # Three stages fill the shared memory. A walk holds S in 64 registers, U, Q and O in 32 each, and operands; with fewer
@@ -152,6 +152,8 @@ def forward_kernel(
         [4, 4, 1],
         [CHAIN_REGISTERS, PREPARE_REGISTERS, 24],
     )
+    if not OUTPUT:
+        wait_for_previous()
 
 
 @gluon.jit
@@ -409,7 +411,7 @@ def chunks_felt(reach, n, FROM_START: gl.constexpr = False):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, made: Prepared, entry: Tensor, segments: Tensor, scale: float,
     *, output: bool = True, states: bool = False, exits: bool = True, whole: int | None = None,
-    tilings: Tilings | None = None, found: tuple[Tensor | None, Tensor | None] = (None, None),
+    tilings: Tilings | None = None, found: tuple[Tensor | None, Tensor | None] = (None, None), beside: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launches the kernel; q, k [T, H, 128], v [T, HV, 128] bf16, rows of any pitch; entry [E, HV, K, V] fp32,
     or those heads of more; segments as the kernel has them; raw q and k if `made` is of such. whole: how many walks of
@@ -418,9 +420,10 @@ def forward(
     bf16, transposed; None of what is not asked for.
 
     For exit states alone the walk begins where they begin to feel it. tilings: of what launches before this one read.
-    found: o and exit states that this launch adds to.
+    found: o and exit states that this launch adds to. beside: as `launch` has it, without output.
     """
     assert not (output and states), "both do not fit into shared memory"
+    assert not (output and beside), "it would not wait for the launch before it"
     A, G, broken, reach, lengths = made
     n, H, (HV, NC) = segments.shape[0], k.shape[1], reach.shape
     whole = n * HV if whole is None else whole
@@ -439,7 +442,7 @@ def forward(
             tiles(written, 128, 64, 128) if states else A_tiles, o, entry, no_state(entry.device), exit, broken, reach,
             lengths, segments, entry.shape[0], whole, NC, scale, math.log2(scale), H=H, GROUP=HV // H,
             APART=heads_apart(entry), L2NORM=lengths is not None, OUTPUT=output, STATES=states, EXIT=exits, num_warps=4,
-            **LAUNCH,
+            beside=beside, **LAUNCH,
         )  # fmt: skip
     return (o if output else None), (exit if exits else None), written
 

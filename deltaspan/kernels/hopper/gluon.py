@@ -89,8 +89,14 @@ class Tilings(dict[tuple, Tiles]):
         return held
 
 
-def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> None:
+def launch(
+    kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: int, beside: bool = False, **constants: Any
+) -> None:
     """kernel[programs](*arguments, **constants) on the device of its tensors, in a tenth of the time on the host.
+
+    beside: whether it may begin before the launch before it has ended, which says when (`let_next_begin`), so that it
+    takes what the other's last programs leave of the device. It has to read nothing that the other writes, to write
+    nothing that the other touches, and to wait for it itself before it ends (`wait_for_previous`).
 
     Triton finds the compiled kernel anew in each call, by all that it might depend on. Here that is what our kernels
     are told apart by: types and alignments of tensors, None in place of one, what Triton distinguishes of integers, and
@@ -102,15 +108,15 @@ def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: i
     device, pointers = tensors[0].device, [*map(Tensor.data_ptr, tensors)]
     if device.type != "cpu" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(kernel, programs, *arguments, num_warps=num_warps, **constants)
+            launch(kernel, programs, *arguments, num_warps=num_warps, beside=beside, **constants)
         return
     aligned = reduce(or_, pointers) % 16 == 0 or tuple([pointer % 16 == 0 for pointer in pointers])
     integers = [_kind_of_integer(arguments[place]) for place in where.integers]
-    key = id(kernel), device, kinds, aligned, *map(_dtype_of, tensors), *integers, *constants.values()
+    key = id(kernel), device, beside, kinds, aligned, *map(_dtype_of, tensors), *integers, *constants.values()
     if (ready := _READY.get(key)) is None:
         compiled = kernel.warmup(*arguments, grid=programs, num_warps=num_warps, **constants, **COMPILED_WITH)
         last = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        ready = _READY[key] = Ready(kernel, compiled, last)
+        ready = _READY[key] = Ready(kernel, compiled, last, beside)
     grid = (*programs, 1, 1)[:3]
     ready(grid, device.index, arguments, where, pointers)
     if (seen := _watched.by) is not None:
@@ -157,8 +163,9 @@ class Ready:
     nobody has set a hook, it is launched by that one, with what descriptors remember of earlier launches.
     """
 
-    def __init__(self, kernel: Any, compiled: Any, constants: list[Any]) -> None:
+    def __init__(self, kernel: Any, compiled: Any, constants: list[Any], beside: bool) -> None:
         self.kernel = kernel  # which has to live as long as its id stands in a key
+        self.beside = beside
         self.compiled, self.constants = compiled, constants
         self.run = self._inner() if hasattr(compiled, "run") else None  # the emulator has none
 
@@ -190,6 +197,7 @@ class Ready:
         except ImportError:
             return None
         run = copy(self.compiled.run)
+        run.launch_pdl = self.beside  # programmatic dependent launch, as CUDA calls it
         kinds = [str(kind) for kind in self.compiled.src.signature.values()]
         places = [i for i, kind in enumerate(kinds) if kind.startswith("tensordesc")]
         how = getattr(self.compiled.metadata, "tensordesc_meta", None) or ()

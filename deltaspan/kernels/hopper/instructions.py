@@ -11,6 +11,21 @@ def exp2(x):
 
 
 @gluon.jit
+def let_next_begin():
+    """A launch behind this one that may run beside it begins as soon as every program has come here, or ended."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_previous():
+    """Until the launch before this one, beside which it may run, has ended and all that it wrote is seen: so that who
+    waits for this one has waited for both."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def reciprocal(x):
     """1 / x in fp32 to a unit of the last place, in one instruction; zero where it would be subnormal."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, is_pure=True, pack=1)

@@ -10,7 +10,7 @@ the next. What is kept, or handed on by a checkpoint's recompute, is what `prep`
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,12 @@ from deltaspan.kernels.hopper.operands import as_read, by_rows
 from deltaspan.kernels.hopper.prep import Prepared
 from deltaspan.kernels.hopper.prep import prep as prepared
 from deltaspan.kernels.hopper.recorder import Recorder
+from deltaspan.kernels.hopper.tapes import Adjoint, Entered, Tape, keep, kept_bytes, kept_tensors, restore
 from deltaspan.kernels.hopper.transfer import transfer as transferred
 from deltaspan.kernels.hopper.unit import to_raw_gradient, unit
 from deltaspan.kernels.stages import READY, Grid, Raw, Runs
 from deltaspan.kernels.torch.conv import activation_gradient, conv_gradients, preactivation
 from deltaspan.kernels.torch.inputs import raw_gradients, ready
-from deltaspan.plan import CHUNK
 
 __all__ = [
     "Adjoint",
@@ -54,6 +54,7 @@ __all__ = [
     "pull_back",
     "recorder",
     "restore",
+    "summaries",
     "transfer",
     "walk",
     "walk_ahead",
@@ -62,37 +63,6 @@ __all__ = [
 MOST_SLABS = 4  # a fifth would save another 5 % of a step's peak
 WAVES = 2  # that the programs of a slab's walk fill at least, or its last ones leave too much of the device idle
 STATE = torch.float32  # the type of states, and of what is made ready
-
-
-class Tape(NamedTuple):
-    """A rank's operands in bf16, q and k ready or raw, and what prep made of them."""
-
-    q: Tensor  # [T, H, 128]
-    k: Tensor
-    v: Tensor  # [T, HV, 128]
-    g: Tensor  # [T, HV] in fp32 or bf16, ready or raw, and beta
-    beta: Tensor
-    made: Prepared
-    grid: Grid
-    scale: float
-    raw: Raw
-    tilings: Tilings  # of these tensors and of do
-
-
-class Entered(NamedTuple):
-    """From what the backward walks: what it reads of the states is made there."""
-
-    entry: Tensor  # [E, HV, 128, 128] fp32
-    ahead: list[Tensor] | None = None  # S of the first slab's chunks [NC, heads, V, K] bf16, until it is read
-
-
-class Adjoint(NamedTuple):
-    """A tape of ready q, k and beta with the output's gradient."""
-
-    tape: Tape
-    do: Tensor  # [T, HV, 128] bf16
-    given: tuple[Tensor, ...]  # q, k, v, g and beta as they were given
-    raw: Raw  # and how
 
 
 def prep(
@@ -108,12 +78,21 @@ def prep(
 
 def exit_states(tape: Tape, runs: Runs, entry: Tensor) -> Tensor:
     """The exit state of each run from `entry`, [n, HV, 128, 128]."""
-    return _walked(tape, runs, entry, output=False, exits=True)[1]
+    return _walked(tape, runs, entry, output=False)[1]
 
 
 def transfer(tape: Tape, runs: Runs) -> Tensor:
     """The maps M of runs, by which each answers what is added to its entry state, [n, HV, 128, 128]."""
     return transferred(tape.k, tape.made, runs.table, tilings=tape.tilings)
+
+
+def summaries(tape: Tape, through: Runs, left: Runs, entry: Tensor) -> tuple[Tensor, Tensor]:
+    """The maps of `through` and the exit states of `left`: those begin on what the last maps leave of the device, so
+    none is walked by halves."""
+    M = transfer(tape, through)
+    if not M.shape[0]:
+        return M, exit_states(tape, left, entry)
+    return M, _walked(tape, left, entry, output=False, whole=None, beside=True)[1]
 
 
 def walk(
@@ -131,9 +110,9 @@ def walk(
     return o, exit, Entered(entry)
 
 
-def chunk_states(tape: Tape, runs: Runs, entry: Tensor) -> Tensor:
-    """S at the start of every chunk [NC, HV, V, K] bf16."""
-    return _walked(tape, runs, entry, output=False, states=True, exits=False)[2]
+def chunk_states(tape: Tape, runs: Runs, entry: Tensor, **how: Any) -> Tensor:
+    """S at the start of every chunk [NC, HV, V, K] bf16. how: as `forward` may be told to walk."""
+    return _walked(tape, runs, entry, output=False, states=True, exits=False, **how)[2]
 
 
 def adjoint_prep(tape: Tape, do: Tensor) -> Adjoint:
@@ -156,10 +135,10 @@ def adjoint_summary(adjoint: Adjoint, runs: Runs, leaving: Tensor) -> Tensor:
     return entering
 
 
-def adjoint_walk(adjoint: Adjoint, runs: Runs, leaving: Tensor, found: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Walks every run back from the true adjoint [E, HV, 128, 128] of its exit state to that of its entry state, which
-    goes to `found` if given; with D at the end of every chunk [NC, HV, V, K] bf16."""
-    return _walked_back(adjoint, runs, leaving, states=True, found=found)
+def adjoint_walk(adjoint: Adjoint, runs: Runs, leaving: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    """Walks every run back from the true adjoint [E, HV, 128, 128] of its exit state to that of its entry state, with D
+    at the end of every chunk [NC, HV, V, K] bf16. how: as `adjoint` may be told to walk."""
+    return _walked_back(adjoint, runs, leaving, states=True, **how)
 
 
 def gradients(adjoint: Adjoint, states: Tensor, costates: Tensor, found: tuple[Tensor, ...]) -> None:
@@ -200,30 +179,6 @@ def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) ->
     given = adjoint.given, raw._replace(l2norm=False), dq, dk, dg, dbeta, t.grid.tokens
     dq, dk, *dgates = raw_gradients(*given)
     return entering, dq, dk, dv, *dgates
-
-
-def kept_tensors(l2norm: bool) -> int:
-    """How many `keep` returns."""
-    return len(Prepared._fields) - (not l2norm)
-
-
-def keep(tape: Tape, states: Entered) -> tuple[Tensor, ...]:
-    """What prep made."""
-    return tape.made if tape.raw.l2norm else tape.made[:4]  # there are lengths of raw q and k alone
-
-
-def restore(
-    kept: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grid: Grid,
-    *, scale: float, raw: Raw,
-) -> tuple[Tape, None]:  # fmt: skip
-    """The tape of which `keep` has told, with the operands and tables of the forward. States are walked again."""
-    operands, raw = as_read(q, k, v, g, beta, raw)
-    return Tape(*operands, Prepared(*kept), grid, scale, raw, Tilings()), None
-
-
-def kept_bytes(chunks: int, *, H: int, HV: int, K: int, V: int, state_size: int, l2norm: bool) -> int:
-    """Bytes of what `keep` returns: A, G and reach of value heads; of key heads, which keys are broken, and lengths."""
-    return chunks * (HV * (2 * CHUNK * CHUNK + 4 * CHUNK + 4) + H * (4 + 8 * CHUNK * l2norm))
 
 
 def recorder(operands: Sequence[Tensor | None], tables: Iterable[Tensor]) -> Recorder:
@@ -268,9 +223,14 @@ def _pull_back(
     entering: Tensor, dv: Tensor, dg: Tensor, dbeta: Tensor,
 ) -> None:  # fmt: skip
     """Of one slab, or of all heads: the adjoint of entry states and gradients to where they are found. ahead: states
-    that are there already."""
-    states = chunk_states(adjoint.tape, runs, entry) if ahead is None else ahead
-    _, costates = adjoint_walk(adjoint, runs, leaving, entering)
+    that are there already. Otherwise these are walked while the walk back ends."""
+    if ahead is None:
+        back, over = runs.pair(adjoint.do.shape[1])
+        _, costates = adjoint_walk(adjoint, runs, leaving, found=entering, whole=back)
+        states = chunk_states(adjoint.tape, runs, entry, whole=over, beside=True)
+    else:
+        _, costates = adjoint_walk(adjoint, runs, leaving, found=entering)
+        states = ahead
     gradients(adjoint, states, costates, (dq, dk, dv, dg, dbeta))
 
 
@@ -281,18 +241,17 @@ def _clear_behind(grid: Grid, *rows: Tensor) -> None:
             x[grid.tokens :].zero_()
 
 
-def _walked(tape: Tape, runs: Runs, entry: Tensor, **what: Any) -> tuple[Tensor | None, ...]:
+def _walked(tape: Tape, runs: Runs, entry: Tensor, **how: Any) -> tuple[Tensor | None, ...]:
     operands = tape.q, tape.k, tape.v, tape.made, entry, runs.table, tape.scale
-    return forward(*operands, whole=runs.whole(tape.v.shape[1]), tilings=tape.tilings, **what)
+    how.setdefault("whole", runs.whole(tape.v.shape[1]))
+    return forward(*operands, tilings=tape.tilings, **how)
 
 
-def _walked_back(
-    adjoint: Adjoint, runs: Runs, leaving: Tensor, *, states: bool, found: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+def _walked_back(adjoint: Adjoint, runs: Runs, leaving: Tensor, **how: Any) -> tuple[Tensor, Tensor | None]:
     tape = adjoint.tape
     operands = tape.q, tape.k, adjoint.do, tape.made, leaving, runs.back, tape.scale
-    whole = runs.whole(tape.v.shape[1])
-    return walked_back(*operands, states=states, whole=whole, tilings=tape.tilings, found=found)
+    how.setdefault("whole", runs.whole(tape.v.shape[1]))
+    return walked_back(*operands, tilings=tape.tilings, **how)
 
 
 @lru_cache

@@ -38,7 +38,7 @@ from deltaspan.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltaspan.kernels.hopper.instructions import exp2, rounded_sum
+from deltaspan.kernels.hopper.instructions import exp2, let_next_begin, rounded_sum
 from deltaspan.kernels.hopper.prep import Prepared
 
 # A walk holds M^T in 64 registers, and then both halves of it in 32 each and M^T K^T in 32, or a product in 64 and the
@@ -65,6 +65,7 @@ def transfer_kernel(
 
     TERMS: 2; or 1, the control by which tests show that it needs two.
     """
+    let_next_begin()
     HV: gl.constexpr = H * GROUP
     segment = segments + (gl.program_id(0) // HV) * 5
     hv = gl.program_id(0) % HV

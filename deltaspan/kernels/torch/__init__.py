@@ -10,7 +10,7 @@ from deltaspan.kernels.stages import Runs
 from deltaspan.kernels.torch.adjoint import Adjoint, adjoint_prep, adjoint_summary, adjoint_walk
 from deltaspan.kernels.torch.conv import activation_gradient, conv_gradients, convolve, preactivation
 from deltaspan.kernels.torch.gradients import gradients
-from deltaspan.kernels.torch.prep import prep
+from deltaspan.kernels.torch.prep import Tape, prep
 from deltaspan.kernels.torch.tapes import keep, kept_bytes, kept_tensors, restore
 from deltaspan.kernels.torch.walk import States, chain, exit_states, merge, transfer, walk, walk_ahead
 
@@ -32,10 +32,16 @@ __all__ = [
     "prep",
     "pull_back",
     "restore",
+    "summaries",
     "transfer",
     "walk",
     "walk_ahead",
 ]
+
+
+def summaries(tape: Tape, through: Runs, left: Runs, entry: Tensor) -> tuple[Tensor, Tensor]:
+    """The maps of `through` and the exit states of `left`."""
+    return transfer(tape, through), exit_states(tape, left, entry)
 
 
 def pull_back(adjoint: Adjoint, runs: Runs, states: States, leaving: Tensor) -> tuple[Tensor | None, ...]:
