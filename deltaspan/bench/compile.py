@@ -153,10 +153,11 @@ def _transfer(H: int, group: int, *, instructions: int = 3300, spills: int = 44,
 def _compose(kernel: str, arguments: str, instructions: int, **constants: int) -> Case:
     strides = dict.fromkeys(("map_row", "map_head", "offset_row", "offset_head"), "i32")
     kinds = dict.fromkeys(("members", "starts", "wanted"), "*i32") | strides
+    kinds |= dict.fromkeys(("arriving", "through", "source"), "*i64") | {"n": "i32"}
     return Case(
         kernel=f"deltaspan.kernels.hopper.compose:{kernel}",
         arguments={name: kinds.get(name, "*fp32") for name in arguments.split()},
-        constants=constants | {"PITCH": 1, "NEXT": 128},
+        constants=constants,
         num_warps=4,
         registers=208,
         shared=48 * 1024,
@@ -194,6 +195,7 @@ def _unit(*, gradient: bool, instructions: int) -> Case:
 
 
 CHAIN_ARGUMENTS = """maps offsets members starts wanted out_maps out_offsets map_row map_head offset_row offset_head"""
+TRANSPOSED = {"PITCH": 1, "NEXT": 128}
 
 CASES = {
     "prep, 16 key heads x 1": _prep(16, 1, 9 * 1024, 2300),
@@ -216,7 +218,7 @@ CASES = {
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),
     "raw transfer": _transfer(16, 3, instructions=3400, spills=52, l2norm=True),
-    "merge": _compose("merge_kernel", "M X b out", 1000, WIDTH=128),
+    "merge": _compose("merge_kernel", "M X b out", 1000, WIDTH=128, **TRANSPOSED),
     "convolution, 4 taps, bf16": _conv(
         "bf16", 2048, 4, 112, 1000, "18 warps a multiprocessor, 4 rows of 512 bytes each under way: 36 KB"
     ),
@@ -227,7 +229,8 @@ CASES = {
     ),
     "rows of length 1": _unit(gradient=False, instructions=400),
     "gradient of raw rows": _unit(gradient=True, instructions=600),
-    "chain": _compose("chain_kernel", CHAIN_ARGUMENTS, 1400, HV=48, MAPS=True),
+    "arrivals": _compose("tell_kernel", "maps arrived reached arriving through source n", 1100, HV=48),
+    "chain": _compose("chain_kernel", CHAIN_ARGUMENTS, 1400, HV=48, MAPS=True, **TRANSPOSED),
 }
 """Of each kernel the variants that differ in what they take."""
 

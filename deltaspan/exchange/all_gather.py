@@ -9,7 +9,8 @@ from deltaspan.exchange.seams import Seams
 
 def carry_states(seams: Seams, affine: Affine, M: Tensor, b: Tensor, about: str) -> Program[tuple[Tensor, Tensor]]:
     """As `all_to_all.carry_states`; what the adjoint needs are all pairs of the group, [N_out, HV, K (K + V)]."""
-    pairs = yield AllGather("summaries", join_pairs(M, b, seams), seams.n_out, about)
+    pairs = join_pairs(M, b, seams).unflatten(0, b.shape[:2])
+    pairs = yield AllGather("summaries", pairs, seams.n_out, about)
     _, entry = affine.chain(*split_pairs(pairs, b), seams.forward, maps=False)
     return entry.split(seams.n_in)[seams.rank].clone(), pairs  # the whole is not kept
 

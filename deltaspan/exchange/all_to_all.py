@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from deltaspan.exchange.collectives import AllToAll, Program
-from deltaspan.exchange.compose import Affine, flat_sizes, join_flat, join_pairs, split_flat, split_pairs
+from deltaspan.exchange.compose import (
+    Affine,
+    by_owners,
+    flat_sizes,
+    join_flat,
+    join_pairs,
+    split_flat,
+    split_pairs,
+)
 from deltaspan.exchange.seams import Seams
 from deltaspan.plan import head_ranges
 
@@ -19,7 +27,8 @@ def carry_states(seams: Seams, affine: Affine, M: Tensor, b: Tensor, about: str)
     Also returns what the adjoint needs, the pairs that this rank received as an owner: [N_out, own heads, K (K + V)].
     about: what else the ranks must have in common, compared over gloo.
     """
-    pairs = yield from _to_owners("summaries", seams, seams.n_out, join_pairs(M, b, seams), about)
+    pairs = join_pairs(M, b, seams, len(seams.n_out))
+    pairs = yield from _to_owners("summaries", seams, seams.n_out, pairs, b.shape[1], about)
     _, entry = affine.chain(*split_pairs(pairs, b), seams.forward, maps=False)
     return (yield from _to_homes("entry_states", seams, seams.n_in, entry, b.shape[1], about)), pairs
 
@@ -31,18 +40,19 @@ def carry_adjoints(
     if kept is None:
         offsets, maps = yield from _with_maps(seams, M, d, about)
     else:
-        offsets = yield from _to_owners("adjoint_offsets", seams, seams.n_in, d, about)
+        offsets = by_owners(len(seams.n_in), d.flatten(2))
+        offsets = yield from _to_owners("adjoint_offsets", seams, seams.n_in, offsets, d.shape[1], about)
+        offsets = offsets.unflatten(2, d.shape[2:])
         maps = split_pairs(kept, d)[0]
     _, leaving = affine.chain(maps.mT, offsets, seams.backward, maps=False)
     return (yield from _to_homes("exit_adjoints", seams, seams.n_out, leaving, d.shape[1], about))
 
 
-def _to_owners(name: str, seams: Seams, counts: tuple[int, ...], tiles: Tensor, about: str) -> Program[Tensor]:
-    """[own fragments, HV, ...] here -> [all fragments, own heads, ...] at the owners."""
-    heads = head_ranges(tiles.shape[1], len(counts))
-    own = len(heads[seams.rank])
-    blocks = [tiles[:, h.start : h.stop].flatten(0, 1) for h in heads]
-    arrived = yield AllToAll(name, torch.cat(blocks), tuple(map(len, blocks)), tuple(n * own for n in counts), about)
+def _to_owners(name: str, seams: Seams, counts: tuple[int, ...], rows: Tensor, HV: int, about: str) -> Program[Tensor]:
+    """Rows by owners, then own fragments and heads, [n HV, numbers] -> [all fragments, own heads, numbers] at them."""
+    heads = list(map(len, head_ranges(HV, len(counts))))
+    here, own = counts[seams.rank], heads[seams.rank]
+    arrived = yield AllToAll(name, rows, tuple(here * n for n in heads), tuple(n * own for n in counts), about)
     return arrived.unflatten(0, (sum(counts), own))
 
 

@@ -1,12 +1,14 @@
 """Affine maps of states, X -> M X + b, between ranks: what a tier does with them, and how they are packed to go out."""
 
+from collections.abc import Iterator
+from itertools import groupby
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from deltaspan.exchange.seams import Seams
-from deltaspan.plan import Chains
+from deltaspan.plan import Chains, Passage, head_ranges
 
 
 class Affine(Protocol):
@@ -22,14 +24,40 @@ class Affine(Protocol):
         HV, K, K] where they are wanted, and [places, HV, K, V]. The state after a chain's member is what `merge` makes
         of the state before it; before the first there is none."""
 
+    def tell(self, maps: Tensor | None, arrived: Tensor, reached: Tensor, way: Passage[Tensor]) -> None:
+        """States arrived [n, HV, K, V] put into those of segments, reached [r, HV, K, V]: as they are where they
+        arrive, and merged behind joints, with maps [places, HV, K, K]."""
 
-def join_pairs(M: Tensor, b: Tensor, seams: Seams) -> Tensor:
-    """M [n_through, heads, K, K] and b [n_out, heads, K, V] as one row a head, [n_out, heads, K (K + V)]. A fragment
-    that nothing enters has zeros in the place of a map, which nobody reads."""
+
+def join_pairs(M: Tensor, b: Tensor, seams: Seams, owners: int = 1) -> Tensor:
+    """M [n_through, HV, K, K] and b [n_out, HV, K, V] as one row a head, [n_out HV, K (K + V)], by owners of heads,
+    then fragments. A fragment that nothing enters has zeros in the place of a map, which nobody reads."""
     maps = M.flatten(2)
     if len(M) < len(b):
         maps = maps.new_zeros(len(b), *maps.shape[1:]).index_copy_(0, seams.own_through, maps)
-    return torch.cat([maps, b.flatten(2)], dim=-1)
+    return by_owners(owners, maps, b.flatten(2))
+
+
+def by_owners(owners: int, *tiles: Tensor) -> Tensor:
+    """Tiles [n, HV, numbers], side by side if there are several, as rows [n HV, all numbers]: by owners of heads, then
+    fragments, then heads. Each of them is copied once, or twice if not all own as many."""
+    n, HV = tiles[0].shape[:2]
+    rows = tiles[0].new_empty(n * HV, sum(x.shape[2] for x in tiles))
+    for heads, alike in _alike(head_ranges(HV, owners)):
+        by_owner = alike, len(heads) // alike
+        block = rows[n * heads.start : n * heads.stop].view(alike, n, by_owner[1], rows.shape[1]).transpose(0, 1)
+        places = block.split([x.shape[2] for x in tiles], -1)
+        for x, place in zip(tiles, places, strict=True):
+            place.copy_(x[:, heads.start : heads.stop].unflatten(1, by_owner))
+    return rows
+
+
+def _alike(owned: list[range]) -> Iterator[tuple[range, int]]:
+    """Heads of owners one after another who have as many, if any, and how many such owners."""
+    for each, group in groupby(owned, len):
+        ranges = list(group)
+        if each:
+            yield range(ranges[0].start, ranges[-1].stop), len(ranges)
 
 
 def split_pairs(pairs: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from deltaspan.plan import Passage
 class Folded(NamedTuple):
     """What stands behind the joints for a state that arrives at the fragment, and what fragments hand on."""
 
-    maps: Tensor | None  # [t, HV, K, K], of those that the exchange's states have to be told
+    maps: Tensor | None  # [places, HV, K, K], of those that the exchange's states have to be told among them
     offsets: Tensor | None  # [segments reached, HV, K, V], with nothing arriving
     last_maps: Tensor  # [h, HV, K, K], of whole fragments that hand on what is brought to them
     last_offsets: Tensor | None  # [m, HV, K, V], of whole fragments that hand on
@@ -26,28 +26,22 @@ def fold(affine: Affine, way: Passage[Tensor], maps: Tensor, offsets: Tensor | N
     """Composes the segments' maps [rows, HV, K, K], and offsets [rows, HV, K, V] if given, along every fragment."""
     if not way.chains.steps:  # nothing is cut, a fragment is its segment
         return Folded(None, None, maps, offsets)
-    passed, states = None, offsets
+    passed, states, reached = None, offsets, way.reached
     if way.composes:
         passed, states = affine.chain(maps, offsets, way.chains, maps=way.chains.maps)
-    nothing = maps.new_empty(0, *maps.shape[1:])
-    at_joints, whole = (nothing, nothing) if passed is None else (passed[way.through], passed[way.handed])
-    behind, last = (None, None) if states is None else _apart(states, way.reached)
-    return Folded(at_joints, behind, whole, last)
-
-
-def _apart(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The first n rows and the others, each in memory of its own: either may be kept longer than the other."""
-    return (x, x.new_empty(0, *x.shape[1:])) if n == x.shape[0] else (x[:n].clone(), x[n:].clone())
+    whole = maps.new_empty(0, *maps.shape[1:])
+    if passed is not None:
+        all_of_them = way.handed.shape[0] == passed.shape[0] - reached
+        whole = passed[reached:] if all_of_them else passed[way.handed]
+    if states is None or states.shape[0] == reached:
+        return Folded(passed, states, whole, None if states is None else states.new_empty(0, *states.shape[1:]))
+    return Folded(passed, states[:reached].clone(), whole, states[reached:])  # those are kept longer than the rest
 
 
 def spread(affine: Affine, way: Passage[Tensor], folded: Folded, arrived: Tensor) -> Tensor:
     """From the states that the exchange brought, [n, HV, K, V], to those of all segments that are reached."""
     if not way.chains.steps:
         return arrived
-    reached = folded.offsets
     if way.arriving.shape[0]:
-        reached[way.arriving] = arrived
-    if way.through.shape[0]:
-        there = way.through
-        reached[there] = affine.merge(folded.maps, arrived[way.source], reached[there])
-    return reached
+        affine.tell(folded.maps, arrived, folded.offsets, way)
+    return folded.offsets

@@ -20,7 +20,8 @@ def carry_states(seams: Seams, affine: Affine, M: Tensor, b: Tensor, about: str)
         entry[hop.target] = yield PeerToPeer(
             f"entry_states, hop {number}", exit, hop.send_counts, hop.recv_counts, about
         )
-    return entry, M
+    kept = M if M.nbytes == M.untyped_storage().nbytes() else M.clone()  # not with what else lies beside it
+    return entry, kept
 
 
 def carry_adjoints(

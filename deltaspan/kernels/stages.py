@@ -33,6 +33,7 @@ from zero, so nobody has to make zeros, or one tensor of all runs' states.
 
     merge(M, X, b) = M X + b, for states [..., K, V]
     composed = chain(M, b, chains, maps=)           maps and offsets along plan.Chains, as exchange.Affine says
+    tell(maps, arrived, reached, way)               states that came to the segments of plan.Passage, as it says too
 
 and those of the convolution, D channels:
 

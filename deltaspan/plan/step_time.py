@@ -15,7 +15,7 @@ UNITS_PER_MS = 100_000  # times are in units of 10 ns
 SHORT = 27  # chunks; of what is shorter, under moderate decay, a summary may feel every chunk
 Walks: TypeAlias = list[tuple[int, int]]  # (chunks, how many such)
 LEAST_MARGIN = 6  # percent of the least time under moderate decay that is given for less under slow decay
-SLOW_WEIGHT = 2  # of a time under slow decay, against one under moderate decay
+FADED_WEIGHT = 2  # of a time under moderate decay, against one under slow decay
 SLABS = 2  # of heads, by which a backward goes: more only where each fills multiprocessors several times
 
 
@@ -87,7 +87,7 @@ def least_plan_time(rank: RankChunks, segments: int, hv: int, sm_count: int, tim
 
 def soonest(rank: RankChunks, most: int, hv: int, sm_count: int, times: StepTimes) -> int:
     """Segments, at most so many: of those that take at most 6 % more than the least under moderate decay, the ones with
-    the least time under both, that under slow decay twice; the fewest of equals."""
+    the least time under both, that under moderate decay twice; the fewest of equals."""
     device = hv, sm_count, times
     alike, faded = {}, {}
     for segments in range(1, max(1, min(most, rank.longest)) + 1):
@@ -98,7 +98,7 @@ def soonest(rank: RankChunks, most: int, hv: int, sm_count: int, times: StepTime
     least = min(faded.values())
     near = [segments for segments, time in faded.items() if _near(time, least)]
     slow = {segments: alike[segments] + _summed(rank, segments, *device, SLOW) for segments in near}
-    return min(near, key=lambda segments: faded[segments] + SLOW_WEIGHT * slow[segments])
+    return min(near, key=lambda segments: FADED_WEIGHT * faded[segments] + slow[segments])
 
 
 def _near(time: int, least: int) -> bool:

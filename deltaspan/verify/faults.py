@@ -18,7 +18,10 @@ from deltaspan.plan import CHUNK, ChunkGrid, Links
 ILL_RANK = 1
 """The rank of those faults that one rank has by itself."""
 
-UNMERGED = SimpleNamespace(merge=lambda M, X, b: b)
+UNMERGED = SimpleNamespace(
+    merge=lambda M, X, b: b,
+    tell=lambda maps, arrived, reached, way: reached.index_copy_(0, way.arriving, arrived),
+)
 """In a tier's place: what passes a map is lost."""
 
 Fault = Callable[[Any], Any]
@@ -40,8 +43,8 @@ def dropped_rows(of: str) -> Fault:
 def swapped_summaries(to_owners: Callable) -> Callable:
     """For `all_to_all._to_owners`: the first summaries of the first two ranks that have any change places."""
 
-    def wrong(name: str, seams: Any, counts: tuple[int, ...], tiles: Tensor, about: str) -> Any:
-        arrived = yield from to_owners(name, seams, counts, tiles, about)
+    def wrong(name: str, seams: Any, counts: tuple[int, ...], *args: Any) -> Any:
+        arrived = yield from to_owners(name, seams, counts, *args)
         if name == "summaries":
             a, b = [sum(counts[:rank]) for rank, count in enumerate(counts) if count][:2]
             arrived[[a, b]] = arrived[[b, a]]

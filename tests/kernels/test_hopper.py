@@ -1,5 +1,6 @@
 """The Hopper tier's walks and compositions on the emulator, and on a GPU, against FP64 chunk by chunk."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -337,6 +338,27 @@ def test_chains(rng: torch.Generator, machine: Machine, transposed: bool, given:
             if found_maps is not None and wanted:
                 passed = M[row] if passed is None else compose.merge(M[row], passed, torch.zeros_like(passed))
                 assert torch.equal(found_maps[place], passed)
+
+
+@pytest.mark.parametrize("HV", [1, 3])
+def test_arrivals(rng: torch.Generator, machine: Machine, HV: int) -> None:
+    """The bits of merging; nothing else is read or written, and without joints no map."""
+    maps, reached, arrived = (torch.randn(n, HV, 128, 128, generator=rng) for n in (6, 5, 2))
+    maps /= 11
+    maps[[1, 2, 5]] = torch.nan
+    arriving, through, source = (torch.tensor(x).to(machine.device) for x in ([4, 1], [0, 3], [1, 1]))
+    compose = machine.module("compose")
+    maps, before, arrived = (x.to(machine.device) for x in (maps, reached, arrived))
+    expected, found = before.clone(), before.clone()
+    expected[[4, 1]] = arrived
+    expected[[0, 3]] = compose.merge(maps[[0, 3]], arrived[[1, 1]], before[[0, 3]])
+    way = SimpleNamespace(arriving=arriving, through=through, source=source)
+    compose.tell(maps, arrived.mT.contiguous().mT, found, way)
+    assert torch.equal(found, expected)
+    none, found = through[:0], before.clone()
+    compose.tell(None, arrived, found, SimpleNamespace(arriving=arriving, through=none, source=none))
+    expected[[0, 3]] = before[[0, 3]]
+    assert torch.equal(found, expected)
 
 
 def bits(x: Tensor) -> Tensor:

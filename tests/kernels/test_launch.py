@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def test_a_call_that_is_made_again_launches_what_a_run_launches(
 
 
 def test_who_begins_before_the_launch_before_has_ended(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit states behind maps, and states behind the walk back of each slab: run, played, and by nobody who is watched."""
+    """Exit states behind maps, and states behind the walk back of each slab; and nobody beside a hook."""
     from deltaspan.kernels.hopper import gluon
 
     def step(segments: int) -> list[bool]:
@@ -124,7 +125,7 @@ def test_what_begins_early_is_let_and_waits_itself(driver: Any) -> None:
     with gluon.watching(lambda ready, *given: seen.append(ready)):
         torch.autograd.grad(run().sum(), x)
     code = {ready: ready.compiled.asm["ptx"] for ready in seen}
-    pairs = [(before, after) for before, after in zip(seen, seen[1:], strict=False) if after.beside]
+    pairs = [(before, after) for before, after in pairwise(seen) if after.beside]
     assert [after.kernel.__name__ for _, after in pairs] == ["forward_kernel"] * 3
     for before, after in pairs:
         begun, walks = code[before].partition("griddepcontrol.launch_dependents")[::2]

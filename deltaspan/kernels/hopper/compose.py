@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deltaspan.kernels.hopper.gluon import launch, tl, triton
 from deltaspan.kernels.hopper.transfer import NO_MAP
-from deltaspan.plan import Chains
+from deltaspan.plan import Chains, Passage
 
 DIM = tl.constexpr(128)
 PART = tl.constexpr(32)  # of K at a time: products of more take more registers than there are
@@ -46,6 +46,23 @@ def merge_kernel(M, X, b, out, WIDTH: tl.constexpr, PITCH: tl.constexpr, NEXT: t
     first = tile * (DIM * WIDTH) + tl.program_id(1) * COLUMNS
     at = first + tl.arange(0, DIM)[:, None] * WIDTH + tl.arange(0, COLUMNS)[None, :]
     tl.store(out + at, step(M + tile * (DIM * DIM), X + first, tl.load(b + at), WIDTH, PITCH, NEXT))
+
+
+@triton.jit
+def tell_kernel(maps, arrived, reached, arriving, through, source, n, HV: tl.constexpr):
+    """arrived [n, HV, 128, 128] into the rows `arriving` of reached [r, HV, 128, 128]; and the rows `through` of that
+    become maps [places, HV, 128, 128] of the same rows times the rows `source` of arrived, plus what they were. One
+    program a row, head and columns, those of `arriving` first."""
+    i = tl.program_id(0) // HV
+    head = tl.program_id(0) % HV
+    tile = tl.arange(0, DIM)[:, None] * DIM + tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    if i < n:
+        to = (tl.load(arriving + i) * HV + head) * (DIM * DIM) + tile
+        tl.store(reached + to, tl.load(arrived + (i * HV + head).to(tl.int64) * (DIM * DIM) + tile))
+    else:
+        row = (tl.load(through + i - n) * HV + head) * (DIM * DIM)
+        there = (tl.load(source + i - n) * HV + head) * (DIM * DIM) + tl.program_id(1) * COLUMNS
+        tl.store(reached + row + tile, step(maps + row, arrived + there, tl.load(reached + row + tile), DIM, DIM, 1))
 
 
 @triton.jit
@@ -101,6 +118,15 @@ def merge(M: Tensor, X: Tensor, b: Tensor) -> Tensor:
     if n:
         launch(merge_kernel, (n, width // 32), M, X, b, out, WIDTH=width, **_pitch(transposed), num_warps=4)
     return out
+
+
+def tell(maps: Tensor | None, arrived: Tensor, reached: Tensor, way: Passage[Tensor]) -> None:
+    """As `exchange.Affine` says; all fp32, maps and reached dense."""
+    HV, rows = arrived.shape[1], way.arriving.shape[0] + way.through.shape[0]
+    launch(
+        tell_kernel, (rows * HV, 4), reached if maps is None else maps, arrived.contiguous(), reached, way.arriving,
+        way.through, way.source, way.arriving.shape[0], HV=HV, num_warps=4,
+    )  # fmt: skip
 
 
 def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) -> tuple[Tensor | None, Tensor | None]:

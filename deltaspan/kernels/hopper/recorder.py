@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
         for i, step in enumerate(self.steps):
             steps += [step, *(End(source) for source, at in last.items() if at == i and source not in kept)]
         by_address = all(step.ready.run is not None for step in steps if isinstance(step, Launch))
-        return Recording(steps, descriptors, places, by_address)
+        return Recording(steps, descriptors, places, by_address, {})
 
     def _given(self, x: Any) -> Any:
         if isinstance(x, Tensor):

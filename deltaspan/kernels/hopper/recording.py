@@ -17,6 +17,8 @@ from torch import Tensor
 
 from deltaspan.kernels.hopper.gluon import Ready, Tiles, hooked
 
+MOST_ENCODED = 1024  # 128 bytes each
+
 
 class Place(NamedTuple):
     """Where a tensor lies."""
@@ -106,6 +108,7 @@ class Recording(NamedTuple):
     descriptors: list[Descriptor]
     results: list[Place | None]
     by_address: bool  # whether all that it launches may be launched so
+    encoded: dict[tuple[int, int], Any]  # descriptors as the device takes them, by number and address
 
     def play(self, operands: list[Tensor | None]) -> Generator[Any, Any, list[Tensor | None]]:
         """The results of the same run with other operands of the same kinds. Empties `operands`: each is let go of at
@@ -146,10 +149,19 @@ class Recording(NamedTuple):
             passed[place] = at[source] + offset
         for i, (place, number) in enumerate(descriptors):
             if (encoded := maps[number]) is None:
-                of, shaped = self.descriptors[number]
-                encoded = maps[number] = ready.map_at(at[of.source] + of.bytes, shaped, i)
+                encoded = maps[number] = self._encoded(number, at, ready, i)
             passed[place] = encoded
         ready.at_once(grid, device, passed)
+
+    def _encoded(self, number: int, at: list[int], ready: Ready, i: int) -> Any:
+        """A descriptor where its source lies now: memory is given out again and again, so it may be known there."""
+        of, shaped = self.descriptors[number]
+        key = number, at[of.source] + of.bytes
+        if (known := self.encoded.get(key)) is None:
+            if len(self.encoded) >= MOST_ENCODED:
+                self.encoded.clear()
+            known = self.encoded[key] = ready.map_at(key[1], shaped, i)
+        return known
 
     def _arguments(self, launch: Launch, held: Sequence[Any]) -> list[Any]:
         of = self.descriptors

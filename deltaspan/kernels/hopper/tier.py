@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from deltaspan.kernels.hopper.adjoint import adjoint as walked_back
-from deltaspan.kernels.hopper.compose import chain, merge
+from deltaspan.kernels.hopper.compose import chain, merge, tell
 from deltaspan.kernels.hopper.conv import convolve
 from deltaspan.kernels.hopper.forward import forward, no_state
 from deltaspan.kernels.hopper.gluon import Tilings
@@ -55,6 +55,7 @@ __all__ = [
     "recorder",
     "restore",
     "summaries",
+    "tell",
     "transfer",
     "walk",
     "walk_ahead",

@@ -12,7 +12,7 @@ from deltaspan.kernels.torch.conv import activation_gradient, conv_gradients, co
 from deltaspan.kernels.torch.gradients import gradients
 from deltaspan.kernels.torch.prep import Tape, prep
 from deltaspan.kernels.torch.tapes import keep, kept_bytes, kept_tensors, restore
-from deltaspan.kernels.torch.walk import States, chain, exit_states, merge, transfer, walk, walk_ahead
+from deltaspan.kernels.torch.walk import States, chain, exit_states, merge, tell, transfer, walk, walk_ahead
 
 __all__ = [
     "activation_gradient",
@@ -33,6 +33,7 @@ __all__ = [
     "pull_back",
     "restore",
     "summaries",
+    "tell",
     "transfer",
     "walk",
     "walk_ahead",

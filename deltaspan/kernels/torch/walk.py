@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from deltaspan.kernels.stages import Runs
 from deltaspan.kernels.torch.chunks import full_precision, to_tokens
 from deltaspan.kernels.torch.prep import Tape
-from deltaspan.plan import Chains
+from deltaspan.plan import Chains, Passage
 
 
 class States(NamedTuple):
@@ -28,6 +28,14 @@ def merge(M: Tensor, X: Tensor, b: Tensor) -> Tensor:
     for k in range(M.shape[-1]):
         b = b + M[..., :, k, None] * X[..., None, k, :]
     return b
+
+
+def tell(maps: Tensor | None, arrived: Tensor, reached: Tensor, way: Passage[Tensor]) -> None:
+    """States that the exchange brought, to the segments that they reach, by `merge`; as `exchange.Affine` says."""
+    reached[way.arriving] = arrived
+    if way.through.shape[0]:
+        there = way.through
+        reached[there] = merge(maps[there], arrived[way.source], reached[there])
 
 
 def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) -> tuple[Tensor | None, Tensor | None]:
