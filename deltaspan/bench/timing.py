@@ -2,6 +2,10 @@
 
 The L2 cache is not flushed between samples: the sides' operands do not fit in it, and training does not flush it
 either. On a CUDA device nothing waits between samples, so that what the host does is hidden where the device is busy.
+
+Every side's backward runs on the thread that asks for it. By default torch hands it to a thread of the device's, on
+another core, where what Python reads is in no cache: a host's part of a short step then takes up to 1.45 times as long
+on some machines and in some processes, and which of them nobody can tell beforehand.
 """
 
 from __future__ import annotations
@@ -92,11 +96,12 @@ def interleave(sides: Mapping[str, Callable[[], Phases]], stopwatch: Stopwatch, 
     counted: list[tuple[str, Phases]] = []
     turns = 2 * len(sides) or 1
     rounds = -(-samples // turns) * turns
-    for i, order in enumerate(orders(list(sides), WARM_UP + rounds)):
-        for name in order:
-            phases = sides[name]()
-            if i >= WARM_UP:
-                counted.append((name, phases))
+    with torch.autograd.set_multithreading_enabled(False):
+        for i, order in enumerate(orders(list(sides), WARM_UP + rounds)):
+            for name in order:
+                phases = sides[name]()
+                if i >= WARM_UP:
+                    counted.append((name, phases))
     stopwatch.wait()
     taken = {name: Samples() for name in sides}
     for name, phases in counted:

@@ -18,9 +18,8 @@ from deltaspan.layout import Partition
 from deltaspan.plan.tables import CHUNK
 
 # A chunk's step of a walk on all channels of V, and on half of them, which repeats what is prepared for both: tensor
-# cores do 156k and 98k FLOP a token of a value head, 0.63 of a whole step, but the chain between them is as long. By
-# measurement on an H200, all multiprocessors busy, a half step takes 0.72 of a whole one with 48 heads, 0.67 in runs of
-# 23 chunks; of the walk back 0.77 and 0.68. So it is reckoned with three quarters.
+# cores do 156k and 98k FLOP a token of a value head, 0.63 of a whole step, but the chain between them is as long. On an
+# H200 a half step takes 0.71 of a whole one with 48 heads. So it is reckoned with three quarters.
 WHOLE_STEP, HALF_STEP = 4, 3
 LEAST_GAIN = 4  # percent, beyond what keeps all multiprocessors busy to the end, for which halves are tried
 LONGEST = 4  # lengths of walks: rounds of the longest are tried by themselves
@@ -117,8 +116,8 @@ class WalkStep(NamedTuple):
     crowd: int = 0  # more on all of them, where every multiprocessor walks so
 
 
-# Of the walk back and of that over states, which run one behind the other: on an H200 0.2357 and 0.2202 us where all
-# multiprocessors are busy, on halves 0.81 and 0.63 of that.
+# Of the walk back and of that over states, one behind the other: 2.36 and 2.20 us on an H200 where all multiprocessors
+# are busy, and on halves 0.81 and 0.63 of that.
 BACK_STEP, STATES_STEP = WalkStep(20, 16), WalkStep(19, 12)
 
 

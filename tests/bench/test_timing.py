@@ -25,6 +25,12 @@ def test_sides_take_turns_in_rotated_order() -> None:
     assert {len(each.ms) for each in taken.values()} == {12}  # the multiple of twice three sides after 8
 
 
+def test_a_backward_runs_on_the_thread_that_asks_for_it() -> None:
+    seen, clock = [], Stopwatch("cpu")
+    interleave({"a": lambda: clock.around(lambda: seen.append(torch._C._is_multithreading_enabled()))}, clock, 8)
+    assert not any(seen) and torch._C._is_multithreading_enabled()
+
+
 @pytest.mark.parametrize("names", ["a", "ab", "abc", "abcd", "abcde"])
 @pytest.mark.parametrize("skipped", [0, WARM_UP])
 def test_each_side_has_every_turn_and_either_neighbour_equally_often(names: str, skipped: int) -> None:
