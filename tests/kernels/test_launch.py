@@ -100,11 +100,12 @@ def test_a_call_that_is_made_again_launches_what_a_run_launches(
 
 
 def test_who_begins_before_the_launch_before_has_ended(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit states behind maps, and states behind the walk back of each slab; and nobody beside a hook."""
+    """Exit states behind maps, and states behind the walk back of each slab. Where no maps are made also the walk behind
+    exit states, and the first one back behind the adjoints of entry states. Nobody beside a hook."""
     from deltaspan.kernels.hopper import gluon
 
-    def step(segments: int) -> list[bool]:
-        run, x = rule(300, segments, True, H=2, HV=2)
+    def step(segments: int, **options: Any) -> list[bool]:
+        run, x = rule(300, segments, True, H=2, HV=2, **options)
         driver.beside.clear()
         torch.autograd.grad(checkpoint(run, use_reentrant=False).sum(), x)
         return driver.beside[:]
@@ -112,7 +113,10 @@ def test_who_begins_before_the_launch_before_has_ended(driver: Any, monkeypatch:
     forward, slab = [False, False, True, False, False], [False, True, False]
     recompute = [*forward[:4], False, False]  # prep, maps, exit states, chain; adjoints of entry states, chain
     assert step(3) == [*forward, *recompute, *slab, *slab]
-    assert step(2) == [False] * 3 + [False] * 3 + [*slab, *slab]  # one exit state, and no map to run beside
+    in_two = [False, False, True] + [False] * 3  # prep, exit states, walk; prep, exit states, adjoints
+    assert step(2) == [*in_two, True, *slab[1:], *slab]
+    assert step(1) == [False] * 3 + [*slab, *slab]
+    assert step(2, initial_state=torch.zeros(1, 2, 128, 128)) == [False] * 6 + [True, *slab[1:], *slab]
     monkeypatch.setattr(gluon, "hooked", lambda: True)
     assert not any(step(3))
 
@@ -131,8 +135,10 @@ def test_what_begins_early_is_let_and_waits_itself(driver: Any) -> None:
         begun, walks = code[before].partition("griddepcontrol.launch_dependents")[::2]
         assert "mbarrier.init" not in begun and "mbarrier.init" in walks  # before it does anything
         assert "griddepcontrol.wait" in code[after]
-    alone = [ready for ready in seen if ready.kernel.__name__ == "forward_kernel" and not ready.beside]
-    assert len(alone) == 1 and "griddepcontrol" not in code[alone[0]]  # it reads what the launch before it writes
+    last = [
+        code[ready] for ready in seen if ready.kernel.__name__ in ("prep_kernel", "chain_kernel", "gradients_kernel")
+    ]
+    assert last and not any("launch_dependents" in ptx for ptx in last)  # what follows them reads what they write
 
 
 def shape_of(x: Any) -> Any:
