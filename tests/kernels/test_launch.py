@@ -100,8 +100,8 @@ def test_a_call_that_is_made_again_launches_what_a_run_launches(
 
 
 def test_who_begins_before_the_launch_before_has_ended(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit states behind maps, and states behind the walk back of each slab. Where no maps are made also the walk behind
-    exit states, and the first one back behind the adjoints of entry states. Nobody beside a hook."""
+    """Exit states behind maps, and states behind the walk back of each slab. Where no maps are made the walk behind
+    exit states, too, and the first one back behind adjoints of entry states. Nobody beside a hook."""
     from deltaspan.kernels.hopper import gluon
 
     def step(segments: int, **options: Any) -> list[bool]:
