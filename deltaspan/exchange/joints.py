@@ -35,7 +35,8 @@ def fold(affine: Affine, way: Passage[Tensor], maps: Tensor, offsets: Tensor | N
         whole = passed[reached:] if all_of_them else passed[way.handed]
     if states is None or states.shape[0] == reached:
         return Folded(passed, states, whole, None if states is None else states.new_empty(0, *states.shape[1:]))
-    return Folded(passed, states[:reached].clone(), whole, states[reached:])  # those are kept longer than the rest
+    behind = states[:reached].clone()  # to be kept longer than the rest
+    return Folded(passed, behind, whole, states[reached:])
 
 
 def spread(affine: Affine, way: Passage[Tensor], folded: Folded, arrived: Tensor) -> Tensor:

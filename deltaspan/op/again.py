@@ -28,9 +28,10 @@ MOST_KINDS = 64  # of operands of a cut
 
 
 def may_repeat(ctx: Context, tier: Any) -> bool:
-    """Whether programs may be recorded: with nobody who watches what torch is asked."""
+    """Whether programs may be recorded: with nobody who watches what torch is asked, or fills what it allocates."""
     there = ctx.device.type != "cuda" or ctx.device.index in (None, torch.cuda.current_device())
-    return hasattr(tier, "recorder") and there and not torch._C._len_torch_dispatch_stack()
+    watched = torch._C._len_torch_dispatch_stack() or torch.are_deterministic_algorithms_enabled()
+    return hasattr(tier, "recorder") and there and not watched
 
 
 def forward_again(

@@ -70,9 +70,11 @@ class Underway(NamedTuple):
         return self.initial if reached is None else joined(reached, self.initial)
 
     def is_all(self, entry: Tensor) -> bool:
-        """Whether entry states are exit states as their walk gave them, and no maps were made: then nothing has been
-        launched since that walk, and nothing is let go of that it or anything before it touches."""
-        return self.folded is not None and entry is self.folded.offsets and not self.maps.shape[0]
+        """Whether entry states are exit states as their walk gave them, no maps were made, and none crosses: then
+        nothing has been launched since that walk, and nothing is let go of that it or anything before it touches."""
+        if self.folded is None or self.crossing is not None:
+            return False
+        return entry is self.folded.offsets and not self.maps.shape[0]
 
 
 def set_out(

@@ -79,11 +79,14 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool =
         "last_docs": doc[last],
     }
     grid, passing = chunk_grid(part, view.rank), (len(table.entered), len(table.left))
+    nowhere = 2 * (np.iinfo(np.int64).max,)
     named = {name: which if name in rows else np.arange(len(which)) for name, which in chosen.items()}
     columns = [
         column
         for name, w in walks.items()
-        for column in _run_columns(w, chosen[name], named[name], *rows.get(name, known), passing, grid)
+        for column in _run_columns(
+            w, chosen[name], named[name], *rows.get(name, known), passing if name in rows else nowhere, grid
+        )
     ]
     columns += [c for way in ways for c in (*columns_of(way.chains), *way[3:])]
     tensors = iter(upload(device, [*arrays.values(), *columns]))

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
-from deltaspan.plan.cost import RankChunks, WalkStep, lpt_makespan, soonest_division, soonest_pair
+from deltaspan.plan.cost import (
+    BACK_STEP,
+    STATES_STEP,
+    RankChunks,
+    WalkStep,
+    lpt_makespan,
+    soonest_division,
+    soonest_pair,
+)
 
 UNITS_PER_MS = 100_000  # times are in units of 10 ns
 SHORT = 27  # chunks; of what is shorter, under moderate decay, a summary may feel every chunk
@@ -54,7 +62,7 @@ class StepTimes(NamedTuple):
 # of gradients, 11 us of a forward and 55 of a step they met forwards to 5.0 % (RMS, 48 heads) and steps to 3.6 %, with
 # few heads to 8 and 6 %. `crossing` is to `state` as bench.plans had it.
 H200_TIMES = StepTimes(
-    walk=WalkStep(174, 134, 31), back=WalkStep(200, 153, 34), states=WalkStep(200, 151, 29),
+    walk=WalkStep(174, 134, 31), back=BACK_STEP, states=STATES_STEP,
     exit=Summary(faded=2040, short=67, slow=81, crowd=18), map=Summary(faded=340, short=67, slow=142, crowd=111),
     entry=Summary(faded=2850, short=141, slow=131, crowd=103), state=20, crossing=47, compose=ByDecay(204, 419),
 )  # fmt: skip

@@ -121,6 +121,51 @@ def test_who_begins_before_the_launch_before_has_ended(driver: Any, monkeypatch:
     assert not any(step(3))
 
 
+def test_a_launch_beside_is_told_from_one_that_is_not(driver: Any) -> None:
+    from deltaspan.kernels.hopper.gluon import launch
+    from deltaspan.kernels.hopper.unit import ROWS, unit_kernel
+
+    given = *(torch.zeros(64, 2, 128, dtype=torch.bfloat16) for _ in range(3)), 128, 32
+    told = {"H": 2, "ROWS": ROWS, "GRADIENT": True, "num_warps": 4}
+    for beside in (False, True, False):
+        launch(unit_kernel, (4,), *given, beside=beside, **told)
+    torch.use_deterministic_algorithms(True)  # and then torch fills what it allocates
+    try:
+        launch(unit_kernel, (4,), *given, beside=True, **told)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert driver.beside == [False, True, False, False]
+
+
+def test_each_walk_of_a_pair_is_divided_as_it_was_planned(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltaspan.kernels.hopper import gluon
+    from deltaspan.op import segments
+    from deltaspan.plan.cost import Pair
+
+    monkeypatch.setattr(segments, "soonest_pair", lambda walks, sm_count: Pair(0, first=0, second=2))
+    run, x = rule(300, 3, True, H=2, HV=2)
+    seen: list[tuple] = []
+    with gluon.watching(lambda ready, grid, given: seen.append((ready.kernel.__name__, grid[0]))):
+        torch.autograd.grad(run().sum(), x)
+    slab = ("adjoint_kernel", 6), ("forward_kernel", 4), ("gradients_kernel", 1)  # of three walks of a head
+    assert seen[-6:] == [*slab, *slab]
+
+
+def test_no_more_descriptors_are_known_than_so_many(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltaspan.kernels.hopper import recording
+
+    monkeypatch.setattr(recording, "MOST_ENCODED", 7)
+    ctx = ds.build_context(ds.partition([0, 300], 1), device="cpu")
+    held = []  # so that memory is not given out again
+    with torch.no_grad():
+        for _ in range(5):
+            x = [torch.zeros(1, 300, 1, 128, dtype=torch.bfloat16) for _ in range(3)]
+            x += [torch.zeros(1, 300, 1) for _ in range(2)]
+            held += [x, ds.chunk_gated_delta_rule(*x, ctx, segments=3, backend="hopper")]
+    (played,) = (found for found, _ in ctx._cut(ctx._views[0], 1, 3).recordings.values())
+    assert 0 < len(played.encoded) <= 7
+
+
 def test_what_begins_early_is_let_and_waits_itself(driver: Any) -> None:
     from deltaspan.kernels.hopper import gluon
 

@@ -96,12 +96,14 @@ def launch(
 
     beside: whether it may begin before the launch before it has ended, which says when (`let_next_begin`), so that it
     takes what the other's last programs leave of the device. It has to read nothing that the other writes, to write
-    nothing that the other touches, and to wait for it itself before it ends (`wait_for_previous`).
+    nothing that the other touches, and to wait for it itself before it ends (`wait_for_previous`). Not where torch
+    fills what is allocated in between.
 
     Triton finds the compiled kernel anew in each call, by all that it might depend on. Here that is what our kernels
     are told apart by: types and alignments of tensors, None in place of one, what Triton distinguishes of integers, and
     constants. Descriptors come first.
     """
+    beside = beside and not torch.are_deterministic_algorithms_enabled()
     kinds = tuple(map(type, arguments))
     where = _where(kinds)
     tensors = where.tensors(arguments)

@@ -73,6 +73,7 @@ def prep(
     """Prepares every chunk; q, k [T, H, 128], v [T, HV, 128] bf16, g and beta [T, HV], ready or raw."""
     assert unit_keys, "select refuses other keys"
     (q, k, v, g, beta), raw = as_read(q, k, v, g, beta, raw)
+    no_state(q.device)  # made here for the first time, and not between two launches that run side by side
     made = prepared(k, g, beta, grid.table, q=q, raw=raw)
     return Tape(q, k, v, g, beta, made, grid, scale, raw, Tilings())
 
