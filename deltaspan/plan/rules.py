@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from deltaspan.layout import Partition
 from deltaspan.layout.pack import as_int
 from deltaspan.plan.cost import RankChunks, StepCosts, rank_chunks, rank_cost, rank_walk_steps
-from deltaspan.plan.step_time import H200_TIMES, StepTimes, soonest
+from deltaspan.plan.step_time import H200_TIMES, StepTimes, soonest_row
 
 LONGEST_WALK = 256  # chunks of a segment, for every rule but `one`
 MOST_SEGMENTS = 64  # of a fragment
@@ -172,8 +172,9 @@ def _small(ranks: Sequence[RankChunks], to: Target) -> bool:
 
 
 def _least_time(ranks: Sequence[RankChunks], to: Target) -> list[int]:
-    """Every rank as its own forward and training step end soonest."""
-    return [soonest(rank, MOST_SEGMENTS, to.hv, to.sm_count, to.costs) for rank in ranks]
+    """Every rank as its own forward and training step end soonest, or alike those that state crosses, if so the row's
+    do."""
+    return soonest_row(ranks, MOST_SEGMENTS, to.hv, to.sm_count, to.costs)
 
 
 def _each(rule: Callable[[int, int, Target], int], ranks: Sequence[RankChunks], to: Target) -> list[int]:

@@ -6,7 +6,9 @@ Like the rest of the planner in whole numbers, so that every rank gets the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from deltaspan.plan.cost import (
@@ -81,8 +83,14 @@ def forward_time(rank: RankChunks, segments: int, hv: int, sm_count: int, times:
 def plan_time(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> ByDecay:
     """Of a forward by itself and of a training step with a checkpoint, which has another, makes the summaries a second
     time, and goes back: through slabs of heads, each of which walks over states and over adjoints."""
-    alike = _alike(rank, segments, hv, sm_count, times)
-    return ByDecay(*(alike + _summed(rank, segments, hv, sm_count, times, of) for of in DECAYS))
+    return row_time([(rank, segments)], hv, sm_count, times)
+
+
+def row_time(cuts: Iterable[tuple[RankChunks, int]], hv: int, sm_count: int, times: StepTimes) -> ByDecay:
+    """`plan_time` of ranks, each with its segments, that wait for each other wherever states cross."""
+    cuts = list(cuts)
+    phases = ([_phases(rank, segments, hv, sm_count, times, of) for rank, segments in cuts] for of in DECAYS)
+    return ByDecay(*(sum(map(max, zip(*of_decay, strict=True))) for of_decay in phases))
 
 
 def least_plan_time(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> int:
@@ -97,16 +105,32 @@ def soonest(rank: RankChunks, most: int, hv: int, sm_count: int, times: StepTime
     """Segments, at most so many: of those that take at most 6 % more than the least under moderate decay, the ones with
     the least time under both, that under moderate decay twice; the fewest of equals."""
     device = hv, sm_count, times
-    alike, faded = {}, {}
+    faded: dict[int, int] = {}
     for segments in range(1, max(1, min(most, rank.longest)) + 1):
         if faded and not _near(least_plan_time(rank, segments, *device), min(faded.values())):
             break
-        alike[segments] = _alike(rank, segments, *device)
-        faded[segments] = alike[segments] + _summed(rank, segments, *device, MODERATE)
+        faded[segments] = sum(_phases(rank, segments, *device, MODERATE))
     least = min(faded.values())
-    near = [segments for segments, time in faded.items() if _near(time, least)]
-    slow = {segments: alike[segments] + _summed(rank, segments, *device, SLOW) for segments in near}
-    return min(near, key=lambda segments: FADED_WEIGHT * faded[segments] + slow[segments])
+    slow = {cut: sum(_phases(rank, cut, *device, SLOW)) for cut, time in faded.items() if _near(time, least)}
+    return min(slow, key=lambda cut: FADED_WEIGHT * faded[cut] + slow[cut])
+
+
+def soonest_row(ranks: Sequence[RankChunks], most: int, hv: int, sm_count: int, times: StepTimes) -> list[int]:
+    """Every rank's segments: its own `soonest`, or, if the row then ends sooner, one of the three most frequent of
+    these for all ranks that state crosses. Judged as there; the former of equals."""
+    device = hv, sm_count, times
+    own = [soonest(rank, most, *device) for rank in ranks]
+    crossed = [any(run.crosses_out or run.crosses_in for run in rank.runs) for rank in ranks]
+    counts = Counter(cut for cut, crosses in zip(own, crossed, strict=True) if crosses)
+    frequent = sorted(counts, key=lambda cut: (-counts[cut], cut))[:3]
+    plans = [own]
+    for alike in frequent if len(frequent) > 1 else ():
+        each = zip(ranks, own, crossed, strict=True)
+        plans.append([min(alike, rank.longest) if crosses else cut for rank, cut, crosses in each])
+    row = [row_time(zip(ranks, plan, strict=True), *device) for plan in plans] if len(plans) > 1 else [ByDecay(0, 0)]
+    least = min(time.moderate for time in row)
+    near = [i for i, time in enumerate(row) if _near(time.moderate, least)]
+    return plans[min(near, key=lambda i: FADED_WEIGHT * row[i].moderate + row[i].slow)]
 
 
 def _near(time: int, least: int) -> bool:
@@ -131,16 +155,27 @@ def _walked_back(rank: RankChunks, segments: int, hv: int, sm_count: int, times:
     return SLABS * soonest_pair(_walks(rank, segments, _slab(hv)), sm_count, times.back, times.states).time
 
 
-def _alike(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> int:
-    """Of `plan_time`, what takes as long whatever decays."""
-    walked = 2 * _walked(rank, segments, hv, sm_count, times) + _walked_back(rank, segments, hv, sm_count, times)
-    return walked + 3 * _told(rank, segments, hv, times) + _told_back(rank, segments, hv, times)
+@lru_cache(maxsize=1 << 16)
+def _phases(
+    rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes, of: Regime
+) -> tuple[int, int, int, int]:
+    """What stands between exchanges: three times what is sent, twice the walk, what is sent back, the walks back."""
+    told, walked, back = _alike(rank, segments, hv, sm_count, times)
+    summaries = _summaries(rank, segments, hv, sm_count, times, of)
+    return 3 * (summaries + told), 2 * walked, _entries(rank, segments, hv, sm_count, times, of), back
 
 
-def _summed(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes, of: Regime) -> int:
-    """And what does not."""
+@lru_cache(maxsize=1 << 16)
+def _alike(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> tuple[int, int, int]:
+    """What takes as long whatever decays: states that are told, the walk, the walks back with what is told there."""
+    back = _walked_back(rank, segments, hv, sm_count, times) + _told_back(rank, segments, hv, times)
+    return _told(rank, segments, hv, times), _walked(rank, segments, hv, sm_count, times), back
+
+
+def _entries(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes, of: Regime) -> int:
+    """Adjoints of entry states, and what they are composed to."""
     entries = of.walked([(_left(_backwards(rank), segments, hv), times.entry)], sm_count)
-    return 3 * _summaries(rank, segments, hv, sm_count, times, of) + entries + _composed(segments, times, of)
+    return entries + _composed(segments, times, of)
 
 
 def _summaries(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes, of: Regime) -> int:
