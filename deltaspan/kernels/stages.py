@@ -13,16 +13,15 @@ from zero, so nobody has to make zeros, or one tensor of all runs' states.
     M = transfer(tape, runs)
         M [n, HV, K, K]: of entry + X the exit state is M X + b
     M, b = summaries(tape, through, left, entry)    both, each of its own runs
-    o, exit, states = walk(tape, runs, entry, output=, exits=, begun=, straight=)
+    o, exit, states = walk(tape, runs, entry, output=, exits=, begun=)
         entry [E, HV, K, V] -> o [T, HV, V] or None, exit [count, HV, K, V] (if anybody reads them); states: for
-        pull_back(); begun: the three as a walk of other runs gave them, which this one adds to; straight: whether entry
-        is b of summaries() as it is, without M, and so on the way back of adjoint_summary()
+        pull_back(); begun: the three as a walk of other runs gave them, which this one adds to
     adjoint = adjoint_prep(tape, do)
         do [T, HV, V]
     d = adjoint_summary(adjoint, runs, leaving)
         leaving [E, HV, K, V], the adjoint of the exit state -> d [n, HV, K, V], the adjoint of the entry state
     states = walk_ahead(adjoint, runs, states)      with such work of pull_back() as needs no adjoint, for who waits
-    entering, dq, dk, dv, dg, dbeta, dA_log, ddt_bias = pull_back(adjoint, runs, states, leaving, straight=)
+    entering, dq, dk, dv, dg, dbeta, dA_log, ddt_bias = pull_back(adjoint, runs, states, leaving)
         leaving [E, HV, K, V] -> entering [n, HV, K, V]; gradients like the operands, the last two [HV] or None
 
     n = kept_tensors(l2norm)                        how many keep() returns
@@ -77,8 +76,7 @@ class Runs(NamedTuple):
     leavings: Tensor  # [n] int64, rows of the adjoints of their exit states, in walking order
     first: Tensor  # [n] int64, first chunk, in walking order
     last: Tensor  # [n] int64, last chunk, in walking order
-    table: Tensor  # [n, 5] int32: first token, end, first chunk, entry's row, number as in `order`; in walking order,
-    # but that what nothing enters comes before what has a chunk more
+    table: Tensor  # [n, 5] int32: first token, end, first chunk, entry's row, number as in `order`; in walking order
     back: Tensor  # [n, 5] int32, the same for the way back: with the row of leaving
     active: tuple[int, ...]  # by step, how many still have a chunk
     count: int  # how many segments the caller counts: n, or more where others are walked apart

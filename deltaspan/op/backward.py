@@ -68,11 +68,9 @@ def backward_program(
     adjoint = tier.adjoint_prep(tape, do)
     del tape
     leaving = final = end_adjoints(cut, x, dfinal_state)
-    straight = False
     if cut.linked:
         d = tier.adjoint_summary(adjoint, cut.entered, final)
         folded = fold(tier, cut.backward, maps.mT, d)
-        straight = folded.offsets is d and view.seams.none  # nothing else is launched before what it enters
         arrived, crosses = folded.last_offsets, not view.seams.none
         sent = (options.exchange, view.seams, tier, kept, whole, arrived, common(x, options)) if crosses else ()
         del maps, kept, whole, d
@@ -83,9 +81,8 @@ def backward_program(
             arrived = yield crossing
             del crossing
         leaving = joined(spread(tier, cut.backward, folded, arrived), final)
-        straight = straight and leaving is folded.offsets
         del folded, arrived
-    entering, dq, dk, dv, dg, dbeta, *dgate = tier.pull_back(adjoint, cut.every, states, leaving, straight=straight)
+    entering, dq, dk, dv, dg, dbeta, *dgate = tier.pull_back(adjoint, cut.every, states, leaving)
     dinitial = initial_gradient(view, cut, x, entering, dfinal_state)
     return Gradients(*into_one_row(x, dq, dk, dv), dg, dbeta, dinitial, *dgate)
 

@@ -45,9 +45,8 @@ def forward_program(
         underway = yield from set_out(tier, view, cut, x, options, tape, beside=cut.early is not None)
         begun = None if cut.early is None else tier.walk(tape, cut.early, underway.entry, **walked)
         entry, saved = yield from arrive(tier, ctx, view, cut, x, options, underway, keeps=keeps)
-        straight = underway.is_all(entry)
         del underway  # and with it maps, before the walk
-        o, exit, states = tier.walk(tape, cut.late, entry, begun=begun, straight=straight, **walked)
+        o, exit, states = tier.walk(tape, cut.late, entry, begun=begun, **walked)
     else:
         entry, saved = joined(entered.entry, start_states(cut, x)), entered
         o, exit, states = tier.walk(tape, cut.every, entry, **walked)
@@ -68,13 +67,6 @@ class Underway(NamedTuple):
         """As a walk of `early` segments takes states: nothing has arrived, and nothing is to arrive at those."""
         reached = None if self.folded is None else self.folded.offsets
         return self.initial if reached is None else joined(reached, self.initial)
-
-    def is_all(self, entry: Tensor) -> bool:
-        """Whether entry states are exit states as their walk gave them, no maps were made, and none crosses: then
-        nothing has been launched since that walk, and nothing is let go of that it or anything before it touches."""
-        if self.folded is None or self.crossing is not None:
-            return False
-        return entry is self.folded.offsets and not self.maps.shape[0]
 
 
 def set_out(

@@ -78,15 +78,12 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool =
         "last_slots": last,
         "last_docs": doc[last],
     }
-    grid, passing = chunk_grid(part, view.rank), (len(table.entered), len(table.left))
-    nowhere = 2 * (np.iinfo(np.int64).max,)
+    grid = chunk_grid(part, view.rank)
     named = {name: which if name in rows else np.arange(len(which)) for name, which in chosen.items()}
     columns = [
         column
         for name, w in walks.items()
-        for column in _run_columns(
-            w, chosen[name], named[name], *rows.get(name, known), passing if name in rows else nowhere, grid
-        )
+        for column in _run_columns(w, chosen[name], named[name], *rows.get(name, known), grid)
     ]
     columns += [c for way in ways for c in (*columns_of(way.chains), *way[3:])]
     tensors = iter(upload(device, [*arrays.values(), *columns]))
@@ -110,17 +107,12 @@ def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool =
 
 
 def _run_columns(
-    w: WalkOrder, which: np.ndarray, named: np.ndarray, entries: np.ndarray, leavings: np.ndarray,
-    passing: tuple[int, int], grid: ChunkGrid,
-) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """Of `Runs`, for the segments `which`, by the numbers that they are named by, from the rows of all segments.
-    passing: below which row an entry state, and the adjoint of an exit state, is another segment's."""
+    w: WalkOrder, which: np.ndarray, named: np.ndarray, entries: np.ndarray, leavings: np.ndarray, grid: ChunkGrid
+) -> tuple[np.ndarray, ...]:
+    """Of `Runs`, for the segments `which`, by the numbers that they are named by, from the rows of all segments."""
     last, order, given = w.first + w.count - 1, named[w.order], (entries[which[w.order]], leavings[which[w.order]])
     tokens = grid.start[w.first], grid.start[last] + grid.length[last]
-    tables = [np.stack([*tokens, w.first, rows, order], axis=1) for rows in given]
-    for table, n in zip(tables, passing, strict=True):  # of those that differ by a chunk at most the free ones first
-        free = table[:, 3] >= n
-        table[:] = table[np.lexsort((~free, -(w.count + free)))]
+    tables = (np.stack([*tokens, w.first, rows, order], axis=1) for rows in given)
     return order, np.argsort(w.order), *given, w.first, last, *tables
 
 

@@ -110,9 +110,7 @@ def soonest(rank: RankChunks, most: int, hv: int, sm_count: int, times: StepTime
         if faded and not _near(least_plan_time(rank, segments, *device), min(faded.values())):
             break
         faded[segments] = sum(_phases(rank, segments, *device, MODERATE))
-    least = min(faded.values())
-    slow = {cut: sum(_phases(rank, cut, *device, SLOW)) for cut, time in faded.items() if _near(time, least)}
-    return min(slow, key=lambda cut: FADED_WEIGHT * faded[cut] + slow[cut])
+    return _weighed(faded, lambda cut: sum(_phases(rank, cut, *device, SLOW)))
 
 
 def soonest_row(ranks: Sequence[RankChunks], most: int, hv: int, sm_count: int, times: StepTimes) -> list[int]:
@@ -123,14 +121,23 @@ def soonest_row(ranks: Sequence[RankChunks], most: int, hv: int, sm_count: int, 
     crossed = [any(run.crosses_out or run.crosses_in for run in rank.runs) for rank in ranks]
     counts = Counter(cut for cut, crosses in zip(own, crossed, strict=True) if crosses)
     frequent = sorted(counts, key=lambda cut: (-counts[cut], cut))[:3]
+    if len(frequent) < 2:
+        return own
     plans = [own]
-    for alike in frequent if len(frequent) > 1 else ():
+    for alike in frequent:
         each = zip(ranks, own, crossed, strict=True)
         plans.append([min(alike, rank.longest) if crosses else cut for rank, cut, crosses in each])
-    row = [row_time(zip(ranks, plan, strict=True), *device) for plan in plans] if len(plans) > 1 else [ByDecay(0, 0)]
-    least = min(time.moderate for time in row)
-    near = [i for i, time in enumerate(row) if _near(time.moderate, least)]
-    return plans[min(near, key=lambda i: FADED_WEIGHT * row[i].moderate + row[i].slow)]
+    times_of = [row_time(zip(ranks, plan, strict=True), *device) for plan in plans]
+    faded = {number: time.moderate for number, time in enumerate(times_of)}
+    return plans[_weighed(faded, lambda number: times_of[number].slow)]
+
+
+def _weighed(faded: dict[int, int], slow_of: Callable[[int], int]) -> int:
+    """By their times under moderate decay: of those near the least the one with the least time under both, that counted
+    twice; the first of equals."""
+    least = min(faded.values())
+    both = {n: FADED_WEIGHT * time + slow_of(n) for n, time in faded.items() if _near(time, least)}
+    return min(both, key=both.__getitem__)
 
 
 def _near(time: int, least: int) -> bool:

@@ -49,15 +49,7 @@ from deltaspan.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltaspan.kernels.hopper.instructions import (
-    exp2,
-    late,
-    let_next_begin,
-    mask,
-    masked_negative,
-    wait_for_previous,
-    widened,
-)
+from deltaspan.kernels.hopper.instructions import exp2, late, let_next_begin, mask, masked_negative, widened
 from deltaspan.kernels.hopper.prep import Prepared
 
 # Three stages, two of dO and both halves of D on their way out fill the shared memory. A walk holds D in 64 registers,
@@ -96,8 +88,6 @@ def adjoint_kernel(
     chunk = gl.load(segment + 2)
     source = gl.load(segment + 3)
     target = gl.load(segment + 4)
-    if STATES and source < given:  # by the launch before this one
-        wait_for_previous()
     n = (end - begin + CHUNK - 1) // CHUNK
     if not STATES:
         n = chunks_felt(reach + hv.to(gl.int64) * NC + chunk, n, FROM_START=True)
@@ -145,7 +135,6 @@ def adjoint_kernel(
         [4, 4, 1],
         [CHAIN_REGISTERS, PREPARE_REGISTERS, 24],
     )
-    wait_for_previous()
 
 
 @gluon.jit
@@ -302,15 +291,13 @@ def walk(given, HV: gl.constexpr, HELD: gl.constexpr, STATES: gl.constexpr):
 def adjoint(
     q: Tensor, k: Tensor, do: Tensor, made: Prepared, leaving: Tensor, segments: Tensor, scale: float,
     *, states: bool, whole: int | None = None, tilings: Tilings | None = None, found: Tensor | None = None,
-    beside: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launches the kernel; q, k [T, H, 128], do [T, HV, 128] bf16, rows of any pitch; leaving [E, HV, K, V] fp32, the
     adjoint of exit states, or those heads of more; segments as the kernel has them; whole: as for the forward. found:
     where the adjoint of entry states goes to, as far apart as leaving.
 
     Returns the adjoint of entry states [n, HV, K, V], and with `states` D at the end of every chunk [NC, HV, V, K]
-    bf16, transposed. Without, the walk begins where the entry state begins to feel it. tilings, beside: as for the
-    forward.
+    bf16, transposed. Without, the walk begins where the entry state begins to feel it. tilings: as for the forward.
     """
     A, G, broken, reach, lengths = made
     n, H, (HV, NC) = segments.shape[0], k.shape[1], reach.shape
@@ -327,6 +314,6 @@ def adjoint(
             adjoint_kernel, (2 * n * HV - whole,), shared.rows(q), shared.rows(k), shared.rows(do, 64), A_tiles,
             shared.of(G, 64, 1, 64), A_tiles if written is None else tiles(written, 128, 64, 128), leaving,
             no_state(leaving.device), entering, broken, reach, segments, leaving.shape[0], whole, NC, math.log2(scale),
-            H=H, GROUP=HV // H, APART=apart, STATES=states, num_warps=4, beside=beside, **LAUNCH,
+            H=H, GROUP=HV // H, APART=apart, STATES=states, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return entering, written

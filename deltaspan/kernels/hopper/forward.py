@@ -49,16 +49,7 @@ from deltaspan.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltaspan.kernels.hopper.instructions import (
-    exp2,
-    late,
-    let_next_begin,
-    mask,
-    masked,
-    masked_or,
-    wait_for_previous,
-    widened,
-)
+from deltaspan.kernels.hopper.instructions import exp2, late, mask, masked, masked_or, wait_for_previous, widened
 from deltaspan.kernels.hopper.prep import Prepared
 
 # Three stages fill the shared memory. A walk holds S in 64 registers, U, Q and O in 32 each, and operands; with fewer
@@ -97,10 +88,6 @@ def forward_kernel(
     chunk = gl.load(segment + 2)
     source = gl.load(segment + 3)
     target = gl.load(segment + 4)
-    if not OUTPUT:
-        let_next_begin()
-    elif source < given:  # by the launch before this one
-        wait_for_previous()
     n = (end - begin + CHUNK - 1) // CHUNK
     if not OUTPUT and not STATES:
         skipped = n - chunks_felt(reach + hv.to(gl.int64) * NC + chunk, n)
@@ -165,7 +152,8 @@ def forward_kernel(
         [4, 4, 1],
         [CHAIN_REGISTERS, PREPARE_REGISTERS, 24],
     )
-    wait_for_previous()
+    if not OUTPUT:
+        wait_for_previous()
 
 
 @gluon.jit
@@ -432,10 +420,10 @@ def forward(
     bf16, transposed; None of what is not asked for.
 
     For exit states alone the walk begins where they begin to feel it. tilings: of what launches before this one read.
-    found: o and exit states that this launch adds to. beside: as `launch` has it; walks with output may then enter with
-    what the launch before gives.
+    found: o and exit states that this launch adds to. beside: as `launch` has it, without output.
     """
     assert not (output and states), "both do not fit into shared memory"
+    assert not (output and beside), "it would not wait for the launch before it"
     A, G, broken, reach, lengths = made
     n, H, (HV, NC) = segments.shape[0], k.shape[1], reach.shape
     whole = n * HV if whole is None else whole

@@ -98,18 +98,15 @@ def summaries(tape: Tape, through: Runs, left: Runs, entry: Tensor) -> tuple[Ten
 
 
 def walk(
-    tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True, begun: tuple | None = None,
-    straight: bool = False,
-) -> tuple[Tensor | None, Tensor | None, Entered]:  # fmt: skip
+    tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True, begun: tuple | None = None
+) -> tuple[Tensor | None, Tensor | None, Entered]:
     """Walks every run from its true entry state as far as anybody reads what comes of it: o [T, HV, 128], exit states
-    [count, HV, 128, 128]. `begun`: what walks of other runs gave; the result has theirs too. straight: walks that
-    nothing enters begin while those end that entry comes of."""
+    [count, HV, 128, 128]. `begun`: what walks of other runs gave; the result has theirs too."""
     o, exit, _ = (None, None, None) if begun is None else begun
     if exit is None and exits:
         exit = entry.new_empty(runs.count, *entry.shape[1:])
     if output or exits:
-        how = {"output": output, "exits": exits, "found": (o, exit), "beside": straight and output}
-        o, exit, _ = _walked(tape, runs, entry, **how)
+        o, exit, _ = _walked(tape, runs, entry, output=output, exits=exits, found=(o, exit))
     if o is not None and begun is None:
         _clear_behind(tape.grid, o)
     return o, exit, Entered(entry)
@@ -161,12 +158,10 @@ def walk_ahead(adjoint: Adjoint, runs: Runs, states: Entered) -> Entered:
     return states._replace(ahead=[chunk_states(slab.tape, runs, entry)])
 
 
-def pull_back(
-    adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor, *, straight: bool = False
-) -> tuple[Tensor | None, ...]:
+def pull_back(adjoint: Adjoint, runs: Runs, states: Entered, leaving: Tensor) -> tuple[Tensor | None, ...]:
     """The adjoint of entry states [n, HV, 128, 128]; dq, dk [T, H, 128], dv [T, HV, 128] bf16, dg, dbeta [T, HV] fp32,
     dA_log and ddt_bias [HV] fp32 or None, of the operands as they were given. By slabs of key heads, with the same bits
-    for any. straight: walks that nothing leaves begin while those end that leaving comes of."""
+    for any."""
     t, raw = adjoint.tape, adjoint.raw
     n = _slabs_for(adjoint, runs)
     found = dq, dk, dv, dg, dbeta = (
@@ -177,8 +172,8 @@ def pull_back(
     ahead = states.ahead.pop() if states.ahead else None  # the caller's hold would outlast the first slab
     slabs = [(adjoint, dq, dk, *of_heads)] if n == 1 else _slabs_of(n, adjoint, (dq, dk), of_heads)
     for slab in slabs:
-        _pull_back(runs, ahead, straight, *slab)
-        ahead, straight = None, False
+        _pull_back(runs, ahead, *slab)
+        ahead = None
     _clear_behind(t.grid, *found)
     if raw.l2norm:
         for x, dx in zip(adjoint.given[:2], (dq, dk), strict=True):
@@ -226,14 +221,14 @@ def _slabs_of(
 
 
 def _pull_back(
-    runs: Runs, ahead: Tensor | None, straight: bool, adjoint: Adjoint, dq: Tensor, dk: Tensor, entry: Tensor,
-    leaving: Tensor, entering: Tensor, dv: Tensor, dg: Tensor, dbeta: Tensor,
+    runs: Runs, ahead: Tensor | None, adjoint: Adjoint, dq: Tensor, dk: Tensor, entry: Tensor, leaving: Tensor,
+    entering: Tensor, dv: Tensor, dg: Tensor, dbeta: Tensor,
 ) -> None:  # fmt: skip
     """Of one slab, or of all heads: the adjoint of entry states and gradients to where they are found. ahead: states
     that are there already. Otherwise these are walked while the walk back ends."""
     if ahead is None:
         back, over = runs.pair(adjoint.do.shape[1])
-        _, costates = adjoint_walk(adjoint, runs, leaving, found=entering, whole=back, beside=straight)
+        _, costates = adjoint_walk(adjoint, runs, leaving, found=entering, whole=back)
         states = chunk_states(adjoint.tape, runs, entry, whole=over, beside=True)
     else:
         _, costates = adjoint_walk(adjoint, runs, leaving, found=entering)

@@ -45,9 +45,7 @@ def summaries(tape: Tape, through: Runs, left: Runs, entry: Tensor) -> tuple[Ten
     return transfer(tape, through), exit_states(tape, left, entry)
 
 
-def pull_back(
-    adjoint: Adjoint, runs: Runs, states: States, leaving: Tensor, *, straight: bool = False
-) -> tuple[Tensor | None, ...]:
+def pull_back(adjoint: Adjoint, runs: Runs, states: States, leaving: Tensor) -> tuple[Tensor | None, ...]:
     """The adjoint of every run's entry state from that of its exit state, `leaving`, and the gradients of operands."""
     entering, costates = adjoint_walk(adjoint, runs, leaving)
     return entering, *gradients(adjoint, states, costates)

@@ -87,14 +87,7 @@ def transfer(tape: Tape, runs: Runs) -> Tensor:
 
 @full_precision()
 def walk(
-    tape: Tape,
-    runs: Runs,
-    entry: Tensor,
-    *,
-    output: bool,
-    exits: bool = True,
-    begun: tuple | None = None,
-    straight: bool = False,
+    tape: Tape, runs: Runs, entry: Tensor, *, output: bool, exits: bool = True, begun: tuple | None = None
 ) -> tuple[Tensor | None, Tensor, States]:
     """Walks every run from its true entry state [E, HV, K, V]: o [T, HV, V] in v's type, exit states, and the tape of
     states. `begun`: what walks of other runs gave; the result has theirs too.
