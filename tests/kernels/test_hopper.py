@@ -346,12 +346,12 @@ def test_arrivals(rng: torch.Generator, machine: Machine, HV: int) -> None:
     maps, reached, arrived = (torch.randn(n, HV, 128, 128, generator=rng) for n in (6, 5, 2))
     maps /= 11
     maps[[1, 2, 5]] = torch.nan
-    arriving, through, source = (torch.tensor(x).to(machine.device) for x in ([4, 1], [0, 3], [1, 1]))
+    arriving, through, source = (torch.tensor(x).to(machine.device) for x in ([4, 1], [0, 3], [1, 0]))
     compose = machine.module("compose")
     maps, before, arrived = (x.to(machine.device) for x in (maps, reached, arrived))
     expected, found = before.clone(), before.clone()
     expected[[4, 1]] = arrived
-    expected[[0, 3]] = compose.merge(maps[[0, 3]], arrived[[1, 1]], before[[0, 3]])
+    expected[[0, 3]] = compose.merge(maps[[0, 3]], arrived[[1, 0]], before[[0, 3]])
     way = SimpleNamespace(arriving=arriving, through=through, source=source)
     compose.tell(maps, arrived.mT.contiguous().mT, found, way)
     assert torch.equal(found, expected)
