@@ -31,7 +31,7 @@ from deltaspan.bench.operands import DECAYS, Operands, draw
 from deltaspan.bench.shards import LOCAL_SHARDS, local_shard
 from deltaspan.bench.stages import stage_rows
 from deltaspan.layout import LAYOUTS, Partition
-from deltaspan.plan import HOPPER_RULE, RULES, rank_chunks
+from deltaspan.plan import HOPPER_RULE, RULES, Cut, in_words, rank_chunks
 from deltaspan.plan.cost import RankChunks, StepCosts
 from deltaspan.plan.rules import PUBLISHED_COSTS, Target
 from deltaspan.plan.step_time import H200_TIMES, forward_time
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
     name: str
     part: Partition
-    plans: dict[str, list[int]]  # by what it reckons with
+    plans: dict[str, list[Cut]]  # by what it reckons with
     slowest: dict[str, int]  # the rank that takes longest by each plan
 
 
@@ -83,13 +83,13 @@ def planned(
         yield Row(name, part, plans, {of: _slowest(ranks, plan, hv, sm_count) for of, plan in plans.items()})
 
 
-def _plan(ranks: list[RankChunks], rule: str, to: Target) -> list[int]:
+def _plan(ranks: list[RankChunks], rule: str, to: Target) -> list[Cut]:
     different = list(dict.fromkeys(ranks))
     cut = dict(zip(different, RULES[rule].choose(different, to), strict=True))
     return [cut[rank] for rank in ranks]
 
 
-def _slowest(ranks: list[RankChunks], plan: list[int], hv: int, sm_count: int) -> int:
+def _slowest(ranks: list[RankChunks], plan: list[Cut], hv: int, sm_count: int) -> int:
     times = [forward_time(rank, cut, hv, sm_count, H200_TIMES) for rank, cut in zip(ranks, plan, strict=True)]
     return times.index(max(times))  # under moderate decay
 
@@ -141,7 +141,7 @@ def _forward_ms(row: Row, parts: Mapping[int, Partition], plans: Sequence[str], 
     return {of: found[one] for of, one in wanted.items()}
 
 
-def _forward(ctx: ds.Context, segments: int, x: Operands, backend: str = "hopper") -> torch.Tensor:
+def _forward(ctx: ds.Context, segments: Cut, x: Operands, backend: str = "hopper") -> torch.Tensor:
     given = (t[:, : ctx.tokens] for t in x[:5])
     return ds.chunk_gated_delta_rule(*given, ctx, backend=backend, segments=segments)[0]
 
@@ -161,8 +161,9 @@ def table(record: Mapping[str, Any]) -> Iterator[Table | str]:
             yield f"{decay} decay, time of the plans by {of} / {PUBLISHED}, mean of {len(rows)} rows: {mean:.3f}"
 
 
-def _short(plan: Sequence[int]) -> str:
-    return str(plan[0]) if len(set(plan)) == 1 else " ".join(map(str, plan))
+def _short(plan: Sequence[Cut | list[int]]) -> str:
+    cuts = [in_words(cut) for cut in plan]
+    return cuts[0] if len(set(cuts)) == 1 else " ".join(cuts)
 
 
 def main(

@@ -16,7 +16,7 @@ from deltaspan.op.operands import check_tensor
 from deltaspan.op.segments import Segments, cut
 from deltaspan.op.together import always, anchor
 from deltaspan.op.view import GroupView, RankView, group_view, rank_view
-from deltaspan.plan import DEFAULT_RULE, HOPPER_RULE, check_rule, plan_segments
+from deltaspan.plan import DEFAULT_RULE, HOPPER_RULE, Cut, check_rule, plan_segments
 
 DEFAULT_SM_COUNT = 132  # an H100's or H200's
 
@@ -57,8 +57,8 @@ class Context:
     _views: tuple[RankView, ...]
     _group: GroupView
     _simulated: bool
-    _plans: dict[int, list[int]]  # by value heads: segments of a fragment, by rank
-    _cuts: dict[tuple[int, int, int], Segments]  # by rank, segments of a fragment and value heads
+    _plans: dict[int, list[Cut]]  # by value heads: segments of a fragment, by rank
+    _cuts: dict[tuple[int, Cut, int], Segments]  # by rank, segments of a fragment and value heads
 
     def __init__(self, **fields: Any) -> None:
         for name, value in {**fields, "_plans": {}, "_cuts": {}}.items():
@@ -127,7 +127,7 @@ class Context:
             raise ValueError(f"total must be at least the pack's {self.part.total_tokens} tokens, got {total}")
         return self._unlisted(_Unshard.apply(self, dim, total, anchor(self), *shards))
 
-    def _segments(self, rank: int, hv: int, given: int | None) -> int:
+    def _segments(self, rank: int, hv: int, given: Cut | None) -> Cut:
         """Into how many segments a rank cuts each fragment for so many value heads: as given, else as planned."""
         if given is not None:
             return given
@@ -135,7 +135,7 @@ class Context:
             self._plans[hv] = plan_segments(self.part, hv=hv, sm_count=self.sm_count, rule=self.p_rule)
         return self._plans[hv][rank]
 
-    def _cut(self, view: RankView, hv: int, given: int | None) -> Segments:
+    def _cut(self, view: RankView, hv: int, given: Cut | None) -> Segments:
         """A rank's segments on its device; made at the first call that wants them."""
         key = view.rank, self._segments(view.rank, hv, given), hv
         if key not in self._cuts:

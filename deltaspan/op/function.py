@@ -16,6 +16,7 @@ from deltaspan.op.options import Options
 from deltaspan.op.recompute import RULE, RecomputeHandle, Region, check_handle, surrounding, taken, unread
 from deltaspan.op.saved import check_saved, saved_at_seams
 from deltaspan.op.together import anchor, any_state_crosses
+from deltaspan.plan import Cut
 
 
 @any_state_crosses
@@ -42,7 +43,7 @@ def chunk_gated_delta_rule(
     save_transfer: bool = True,
     exchange: str = "all_to_all",
     backend: str = "auto",
-    segments: int | None = None,
+    segments: Cut | None = None,
     reuse_recompute_tapes: str | bool = "auto",
     recompute_output: str = "auto",
     recompute_handle: RecomputeHandle | None = None,
@@ -83,7 +84,8 @@ def chunk_gated_delta_rule(
         exchange: "all_to_all", "ring" or "all_gather": how states cross ranks, with the same bits.
         backend: "auto" or a tier's name (`deltaspan.chosen_backend`).
         segments: into how many pieces each fragment is cut that are walked side by side, at most 64 and at most as many
-            as the longest fragment has chunks; None: as the context's rule plans for these heads.
+            as the longest fragment has chunks; or the pieces' relative lengths, such as (2, 1, 2); None: as the
+            context's rule plans for these heads.
         reuse_recompute_tapes: whether the recompute of a non-reentrant checkpoint hands what its stages leave to the
             backward; "auto": if nothing after it in the region saves a tensor, so that it is used at once.
         recompute_output: "auto" leaves the output out of a recompute where it is proven that nobody reads it; "always"

@@ -11,7 +11,7 @@ from torch import Tensor
 from deltaspan.exchange import EXCHANGES
 from deltaspan.layout import Partition
 from deltaspan.layout.pack import as_int
-from deltaspan.plan import CHUNK, MOST_SEGMENTS
+from deltaspan.plan import CHUNK, MOST_SEGMENTS, Cut, count_of
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "save_mode": ("light", "full"),
@@ -39,7 +39,7 @@ class Options:
     save_transfer: bool = True
     exchange: str = "all_to_all"
     backend: str = "auto"
-    segments: int | None = None
+    segments: Cut | None = None
     reuse_recompute_tapes: str | bool = "auto"
     recompute_output: str = "auto"
 
@@ -65,7 +65,7 @@ class Options:
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         if self.segments is not None:
-            object.__setattr__(self, "segments", as_int("segments", self.segments, minimum=1))
+            object.__setattr__(self, "segments", _cut(self.segments))
         if self.scale is not None:
             if isinstance(self.scale, bool) or not isinstance(self.scale, Real):
                 raise TypeError(f"scale must be a float or None, got {self.scale!r}")
@@ -113,11 +113,20 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}")
 
 
-def check_segments(segments: int | None, part: Partition) -> None:
+def check_segments(segments: Cut | None, part: Partition) -> None:
     """Raises ValueError if `segments` asks for more than the chunks of the longest fragment of any rank, or than 64."""
     if segments is None or segments == 1:
         return
     chunks = -(-part.longest // CHUNK)
     most = max(1, min(MOST_SEGMENTS, chunks))
-    if segments > most:
+    if count_of(segments) > most:
         raise ValueError(f"segments must be at most {most} (chunks of the longest fragment: {chunks}), got {segments}")
+
+
+def _cut(segments: object) -> Cut:
+    """As given: a count, or the relative lengths of segments."""
+    if not isinstance(segments, list | tuple):
+        return as_int("segments", segments, minimum=1)
+    if not segments:
+        raise ValueError("segments must be a count, or relative lengths such as (2, 1, 2); got none")
+    return tuple(as_int(f"segments[{i}]", share, minimum=1) for i, share in enumerate(segments))

@@ -13,6 +13,7 @@ from deltaspan.kernels.stages import Runs
 from deltaspan.op.view import RankView, chains_from, columns_of, upload
 from deltaspan.plan import (
     ChunkGrid,
+    Cut,
     Passage,
     WalkOrder,
     chunk_grid,
@@ -52,8 +53,8 @@ class Segments:
         return M if M.shape[0] == self.bridges.shape[0] else M[self.bridges]
 
 
-def cut(view: RankView, segments: int, hv: int, sm_count: int, *, beside: bool = False) -> Segments:
-    """The segments of a rank that cuts each of its fragments into so many, or as many as it has chunks.
+def cut(view: RankView, segments: Cut, hv: int, sm_count: int, *, beside: bool = False) -> Segments:
+    """The segments of a rank that cuts each of its fragments into these, or into as many as it has chunks for.
 
     beside: whether some may be walked while states cross.
     """

@@ -8,7 +8,7 @@ from deltaspan.op.context import Context
 from deltaspan.op.operands import TYPES, check_heads
 from deltaspan.op.options import Options, check_segments
 from deltaspan.op.view import RankView
-from deltaspan.plan import collective_bytes, retained_bytes
+from deltaspan.plan import Cut, collective_bytes, retained_bytes
 
 
 def comm_bytes(
@@ -48,7 +48,7 @@ def saved_bytes(
     V: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     exchange: str = "all_to_all",
-    segments: int | None = None,
+    segments: Cut | None = None,
     save_mode: str = "light",
     boundary_mode: str = "saved",
     save_transfer: bool = True,

@@ -12,6 +12,7 @@ from deltaspan.plan.cost import (
     soonest_pair,
     walk_steps,
 )
+from deltaspan.plan.cuts import Cut, count_of, in_words, lengths, segment_starts
 from deltaspan.plan.rules import (
     DEFAULT_RULE,
     HOPPER_RULE,
@@ -22,7 +23,7 @@ from deltaspan.plan.rules import (
     rank_segments,
     row_segments,
 )
-from deltaspan.plan.segments import Passage, SegmentTable, numbers, passages, segment_starts, segment_table
+from deltaspan.plan.segments import Passage, SegmentTable, numbers, passages, segment_table
 from deltaspan.plan.sizes import collective_bytes, head_ranges, retained_bytes
 from deltaspan.plan.tables import (
     CHUNK,
@@ -48,6 +49,7 @@ __all__ = [
     "RULES",
     "Chains",
     "ChunkGrid",
+    "Cut",
     "Division",
     "Links",
     "Passage",
@@ -61,8 +63,11 @@ __all__ = [
     "check_rule",
     "chunk_grid",
     "collective_bytes",
+    "count_of",
     "crossings",
     "head_ranges",
+    "in_words",
+    "lengths",
     "lpt_makespan",
     "numbers",
     "passages",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deltaspan.layout import Partition
+from deltaspan.plan.cuts import Cut, count_of, pieces
 from deltaspan.plan.tables import CHUNK
 
 # A chunk's step of a walk on all channels of V, and on half of them, which repeats what is prepared for both: tensor
@@ -22,6 +23,7 @@ from deltaspan.plan.tables import CHUNK
 # H200 a half step takes 0.71 of a whole one with 48 heads. So it is reckoned with three quarters.
 WHOLE_STEP, HALF_STEP = 4, 3
 LEAST_GAIN = 4  # percent, beyond what keeps all multiprocessors busy to the end, for which halves are tried
+HALVES_GAIN = 2  # percent, from which on they are taken: where there are none a forward may hold less
 LONGEST = 4  # lengths of walks: rounds of the longest are tried by themselves
 
 
@@ -76,9 +78,14 @@ def lpt_makespan(jobs: Iterable[tuple[int, int]], machines: int) -> int:
     """
     if machines < 1:
         raise ValueError(f"machines must be at least 1, got {machines}")
+    return _makespan(_longest_first(jobs), machines)
+
+
+def _makespan(jobs: Iterable[tuple[int, int]], machines: int) -> int:
+    """The same in the order of the jobs."""
     loads, top = [(0, machines)], 0  # (load, machines that carry it), a heap
-    for length, count in _longest_first(jobs):
-        while count:
+    for length, count in jobs:
+        while length > 0 and count > 0:
             if count >= machines and top - loads[0][0] <= length:
                 rounds = count // machines
                 loads = [(load + rounds * length, n) for load, n in loads]
@@ -132,8 +139,8 @@ def soonest_division(
     walks: Iterable[tuple[int, int]], sm_count: int, *, step: int = WHOLE_STEP, half: int = HALF_STEP, crowd: int = 0,
     beside: Sequence[tuple[int, int]] = (),
 ) -> Division:  # fmt: skip
-    """Of walks (chunks, how many such) that which ends soonest: none on halves, all, or those behind the last round
-    that is full, be it of all walks or of the longest.
+    """Of walks (chunks, how many such) that which ends soonest: none on halves, or, if it is 2 % sooner, all or those
+    behind the last round that is full, be it of all walks or of the longest.
 
     step, half: time of a chunk on all of V's channels and on half of them. crowd: what the former takes more where
     every multiprocessor walks so. beside: (time, how many such) of what is handed out before.
@@ -145,11 +152,15 @@ def soonest_division(
     work = sum(chunks * count for chunks, count in walks) * min(step + crowd, 2 * half)
     if 100 * best.time <= (100 + LEAST_GAIN) * ((work + taken) // sm_count):
         return best
+    worth = best.time * (100 - HALVES_GAIN)
     ends = {max(0, count - (there + count) % sm_count) for count in (*counts[:LONGEST], counts[-1])} | {0}
     for whole in sorted(ends - {counts[-1]}, reverse=True):
         jobs, steps = _handed_out(walks, whole, step, half, beside)
         least = -(-sum(time * count for time, count in jobs) // sm_count) + steps * crowd // sm_count
-        if least < best.time and (time := _ended(jobs, steps, sm_count, crowd)) < best.time:
+        if least >= best.time or 100 * least > worth:
+            continue
+        time = _ended(jobs, steps, sm_count, crowd)
+        if time < best.time and 100 * time <= worth:
             best = Division(time, whole)
     return best
 
@@ -178,8 +189,8 @@ def soonest_pair(
 def _handed_out(
     walks: list[tuple[int, int]], whole: int, step: int, half: int, beside: Sequence[tuple[int, int]] = ()
 ) -> tuple[list[tuple[int, int]], int]:
-    """(time, how many such) of walks, longest first, behind what they are beside, and the chunks of those that are
-    walked whole."""
+    """(time, how many such) of walks in the order in which a device takes them up, longest first, behind what they are
+    beside; and the chunks of those that are walked whole."""
     jobs, left, steps = [*beside], whole, 0
     for chunks, count in walks:
         of_them = min(left, count)
@@ -189,35 +200,38 @@ def _handed_out(
 
 
 def _ended(jobs: list[tuple[int, int]], steps: int, sm_count: int, crowd: int) -> int:
-    return lpt_makespan(jobs, sm_count) + steps * crowd // sm_count
+    return _makespan(jobs, sm_count) + steps * crowd // sm_count
 
 
 @lru_cache(maxsize=1 << 14)
-def makespans(rank: RankChunks, segments: int, hv: int, sm_count: int) -> tuple[int, int]:
+def makespans(rank: RankChunks, cut: Cut, hv: int, sm_count: int) -> tuple[int, int]:
     """Chunks that the device walks one after another in summaries, and in the walk that leaves the states.
 
     In one piece, only fragments that state leaves need a summary; cut, every one does.
     """
-    walks = [(-(-run.chunks // segments), segments * hv * run.count) for run in rank.runs]
-    leaving = [walk for walk, run in zip(walks, rank.runs, strict=True) if run.crosses_out or segments > 1]
+    walks, leaving = [], []
+    for run in rank.runs:
+        of_run = [(chunks, count * hv * run.count) for chunks, count in pieces(run.chunks, cut)]
+        walks += of_run
+        leaving += of_run if run.crosses_out or count_of(cut) > 1 else []
     return lpt_makespan(leaving, sm_count), lpt_makespan(walks, sm_count)
 
 
-def rank_cost(rank: RankChunks, segments: int, hv: int, sm_count: int, costs: StepCosts) -> int:
+def rank_cost(rank: RankChunks, cut: Cut, hv: int, sm_count: int, costs: StepCosts) -> int:
     """Time of a rank's walks and of composing its segments, in units of 10 ns."""
-    summary, tape = makespans(rank, segments, hv, sm_count)
-    compose = (segments - 1) * costs.compose * costs.compose_weight * -(-rank.fragments * hv // sm_count)
+    summary, tape = makespans(rank, cut, hv, sm_count)
+    compose = (count_of(cut) - 1) * costs.compose * costs.compose_weight * -(-rank.fragments * hv // sm_count)
     return summary * (costs.offset + costs.transfer) + tape * costs.tape + compose
 
 
-def rank_walk_steps(rank: RankChunks, segments: int, hv: int, sm_count: int) -> int:
+def rank_walk_steps(rank: RankChunks, cut: Cut, hv: int, sm_count: int) -> int:
     """Chunks that a rank's device walks one after another in a training step with a checkpoint: five walks over
     summaries and three over all segments."""
-    summary, tape = makespans(rank, segments, hv, sm_count)
+    summary, tape = makespans(rank, cut, hv, sm_count)
     return 5 * summary + 3 * tape
 
 
-def walk_steps(part: Partition, segments: Iterable[int], *, hv: int, sm_count: int) -> list[int]:
+def walk_steps(part: Partition, plan: Iterable[Cut], *, hv: int, sm_count: int) -> list[int]:
     """Every rank's `rank_walk_steps` for a plan, by rank."""
-    pairs = zip(rank_chunks(part), segments, strict=True)
+    pairs = zip(rank_chunks(part), plan, strict=True)
     return [rank_walk_steps(rank, cut, hv, sm_count) for rank, cut in pairs]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from deltaspan.layout import Partition
 from deltaspan.layout.pack import as_int
 from deltaspan.plan.cost import RankChunks, StepCosts, rank_chunks, rank_cost, rank_walk_steps
+from deltaspan.plan.cuts import Cut
 from deltaspan.plan.step_time import H200_TIMES, StepTimes, soonest_row
 
 LONGEST_WALK = 256  # chunks of a segment, for every rule but `one`
@@ -171,7 +172,7 @@ def _small(ranks: Sequence[RankChunks], to: Target) -> bool:
     return to.hv <= SMALL_HEADS and all(rank.longest <= SMALL_CHUNKS for rank in ranks)
 
 
-def _least_time(ranks: Sequence[RankChunks], to: Target) -> list[int]:
+def _least_time(ranks: Sequence[RankChunks], to: Target) -> list[Cut]:
     """Every rank as its own forward and training step end soonest, or alike those that state crosses, if so the row's
     do."""
     return soonest_row(ranks, MOST_SEGMENTS, to.hv, to.sm_count, to.costs)
@@ -188,7 +189,7 @@ def _each(rule: Callable[[int, int, Target], int], ranks: Sequence[RankChunks], 
 class Rule:
     """A rule with the step costs that it reckons with."""
 
-    choose: Callable[..., int] | Callable[..., list[int]]
+    choose: Callable[..., int] | Callable[..., list[Cut]]
     of_row: bool = False
     costs: StepCosts | StepTimes = PUBLISHED_COSTS
 
@@ -210,8 +211,9 @@ RULES = {
 DEFAULT_RULE, HOPPER_RULE = "row_cost_lpt", "least_time"  # the latter where the kernels run whose times it has
 
 
-def plan_segments(part: Partition, *, hv: int, sm_count: int, rule: str = DEFAULT_RULE) -> list[int]:
-    """Segments per fragment, one int per rank: a pure function of the partition, alike on every rank.
+def plan_segments(part: Partition, *, hv: int, sm_count: int, rule: str = DEFAULT_RULE) -> list[Cut]:
+    """Segments per fragment, by rank: how many of one length, or, under `least_time`, the relative lengths of some that
+    differ. A pure function of the partition, alike on every rank.
 
     Args:
         part: the partition.
@@ -241,7 +243,7 @@ def rank_segments(fragments: int, longest: int, *, hv: int, sm_count: int, rule:
     return RULES[rule].choose(fragments, longest, to) if fragments else 1
 
 
-def row_segments(ranks: Sequence[RankChunks], *, hv: int, sm_count: int, rule: str = DEFAULT_RULE) -> list[int]:
+def row_segments(ranks: Sequence[RankChunks], *, hv: int, sm_count: int, rule: str = DEFAULT_RULE) -> list[Cut]:
     """Segments per fragment of every rank, from all ranks' fragments.
 
     Raises:

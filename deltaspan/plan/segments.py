@@ -10,6 +10,7 @@ from typing import Generic, NamedTuple
 import numpy as np
 
 from deltaspan.layout import Partition
+from deltaspan.plan.cuts import Cut, count_of, segment_starts
 from deltaspan.plan.tables import Chains, Index, chains_of, chunk_grid
 
 
@@ -43,21 +44,12 @@ class Passage(NamedTuple, Generic[Index]):
     handed: Index  # [h], places of the fragments that hand on to the exchange what it brought them
 
 
-def segment_starts(count: np.ndarray, segments: int) -> np.ndarray:
-    """[n_frag * segments + 1]: the chunk at which each segment starts, and the count of all chunks.
-
-    count: chunks of each fragment, [n_frag]. Segment p of n chunks holds floor(p n / P) .. floor((p + 1) n / P).
-    """
-    first = np.cumsum(count) - count
-    return np.append(first[:, None] + np.arange(segments) * count[:, None] // segments, count.sum())
-
-
-def segment_table(part: Partition, rank: int, segments: int) -> SegmentTable:
-    """Cuts every fragment of a rank into `segments` pieces of whole chunks, or as many as it has chunks."""
-    starts = segment_starts(chunk_grid(part, rank).count, segments)
+def segment_table(part: Partition, rank: int, cut: Cut) -> SegmentTable:
+    """Cuts every fragment of a rank into pieces of whole chunks; those that would have none are left out."""
+    starts = segment_starts(chunk_grid(part, rank).count, cut)
     count = np.diff(starts)
     held = np.flatnonzero(count)
-    fragment = held // segments
+    fragment = held // count_of(cut)
     goes_on = np.zeros(len(held), dtype=bool)
     goes_on[:-1] = np.diff(fragment) == 0
     comes_on = np.roll(goes_on, 1)

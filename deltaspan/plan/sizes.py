@@ -1,6 +1,7 @@
 """Bytes that a rank hands to each collective and keeps between its two directions."""
 
 from deltaspan.layout import Partition, halo_plan
+from deltaspan.plan.cuts import Cut
 from deltaspan.plan.segments import segment_table
 from deltaspan.plan.tables import crossings
 
@@ -76,7 +77,7 @@ def retained_bytes(
     V: int,
     state_size: int,
     exchange: str,
-    segments: int,
+    segments: Cut,
     transfers: bool = True,
 ) -> int:
     """Bytes of states and maps that one rank keeps from forward to backward: states at the start of segments that state

@@ -7,9 +7,9 @@ Like the rest of the planner in whole numbers, so that every rank gets the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from deltaspan.plan.cost import (
     BACK_STEP,
@@ -20,10 +20,13 @@ from deltaspan.plan.cost import (
     soonest_division,
     soonest_pair,
 )
+from deltaspan.plan.cuts import Cut, count_of, lengths, shares
 
 UNITS_PER_MS = 100_000  # times are in units of 10 ns
 SHORT = 27  # chunks; of what is shorter, under moderate decay, a summary may feel every chunk
 Walks: TypeAlias = list[tuple[int, int]]  # (chunks, how many such)
+UNEVEN, LONGER = range(3, 9), range(2, 5)  # segments of which the first and the last are so many times the others:
+ROUNDS = 2  # tried where whole fragments are at most so many rounds of walks
 LEAST_MARGIN = 6  # percent of the least time under moderate decay that is given for less under slow decay
 FADED_WEIGHT = 2  # of a time under moderate decay, against one under slow decay
 SLABS = 2  # of heads, by which a backward goes: more only where each fills multiprocessors several times
@@ -70,69 +73,89 @@ H200_TIMES = StepTimes(
 )  # fmt: skip
 
 
-def forward_time(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> ByDecay:
+def forward_time(rank: RankChunks, cut: Cut, hv: int, sm_count: int, times: StepTimes) -> ByDecay:
     """Of a rank in so many segments, but for what no plan changes.
 
     Unlike `rank_cost` it knows that a document's last segment needs no summary and its first no map, that walks go over
     halves of V where that ends sooner, and that memory is slower where more read it.
     """
-    alike = _walked(rank, segments, hv, sm_count, times) + _told(rank, segments, hv, times)
-    return ByDecay(*(alike + _summaries(rank, segments, hv, sm_count, times, of) for of in DECAYS))
+    alike = _walked(rank, cut, hv, sm_count, times) + _told(rank, cut, hv, times)
+    return ByDecay(*(alike + _summaries(rank, cut, hv, sm_count, times, of) for of in DECAYS))
 
 
-def plan_time(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> ByDecay:
+def plan_time(rank: RankChunks, cut: Cut, hv: int, sm_count: int, times: StepTimes) -> ByDecay:
     """Of a forward by itself and of a training step with a checkpoint, which has another, makes the summaries a second
     time, and goes back: through slabs of heads, each of which walks over states and over adjoints."""
-    return row_time([(rank, segments)], hv, sm_count, times)
+    return row_time([(rank, cut)], hv, sm_count, times)
 
 
-def row_time(cuts: Iterable[tuple[RankChunks, int]], hv: int, sm_count: int, times: StepTimes) -> ByDecay:
+def row_time(cuts: Iterable[tuple[RankChunks, Cut]], hv: int, sm_count: int, times: StepTimes) -> ByDecay:
     """`plan_time` of ranks, each with its segments, that wait for each other wherever states cross."""
     cuts = list(cuts)
-    phases = ([_phases(rank, segments, hv, sm_count, times, of) for rank, segments in cuts] for of in DECAYS)
+    phases = ([_phases(rank, cut, hv, sm_count, times, of) for rank, cut in cuts] for of in DECAYS)
     return ByDecay(*(sum(map(max, zip(*of_decay, strict=True))) for of_decay in phases))
 
 
-def least_plan_time(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> int:
-    """What no `plan_time` falls below with so many segments or more: all multiprocessors are busy to the end."""
+def least_plan_time(rank: RankChunks, cut: Cut, hv: int, sm_count: int, times: StepTimes) -> int:
+    """What neither `plan_time` nor that of more segments alike falls below: all multiprocessors are busy to the end."""
     work = sum(run.chunks * run.count for run in rank.runs)
     walk, *back = (min(of.step + of.crowd, 2 * of.half) for of in (times.walk, times.back, times.states))
     walk, back = work * hv * walk // sm_count, work * _slab(hv) * sum(back) // sm_count
-    return 2 * walk + SLABS * back + 3 * _told(rank, segments, hv, times) + _told_back(rank, segments, hv, times)
+    return 2 * walk + SLABS * back + 3 * _told(rank, cut, hv, times) + _told_back(rank, cut, hv, times)
 
 
-def soonest(rank: RankChunks, most: int, hv: int, sm_count: int, times: StepTimes) -> int:
-    """Segments, at most so many: of those that take at most 6 % more than the least under moderate decay, the ones with
-    the least time under both, that under moderate decay twice; the fewest of equals."""
+def soonest(rank: RankChunks, most: int, hv: int, sm_count: int, times: StepTimes) -> Cut:
+    """Segments, at most so many, alike or with longer ones at the ends: of those that take at most 6 % more than the
+    least under moderate decay, the ones with the least time under both, that under moderate decay twice; the first of
+    equals, alike and fewest before others."""
     device = hv, sm_count, times
-    faded: dict[int, int] = {}
-    for segments in range(1, max(1, min(most, rank.longest)) + 1):
-        if faded and not _near(least_plan_time(rank, segments, *device), min(faded.values())):
+    faded: dict[Cut, int] = {}
+    for cut in range(1, max(1, min(most, rank.longest)) + 1):
+        if faded and not _near(least_plan_time(rank, cut, *device), min(faded.values())):
             break
-        faded[segments] = sum(_phases(rank, segments, *device, MODERATE))
+        faded[cut] = sum(_phases(rank, cut, *device, MODERATE))
+    for cut in _uneven(rank, hv, sm_count):
+        if _near(least_plan_time(rank, cut, *device), min(faded.values())):
+            faded[cut] = sum(_phases(rank, cut, *device, MODERATE))
     return _weighed(faded, lambda cut: sum(_phases(rank, cut, *device, SLOW)))
 
 
-def soonest_row(ranks: Sequence[RankChunks], most: int, hv: int, sm_count: int, times: StepTimes) -> list[int]:
+def _uneven(rank: RankChunks, hv: int, sm_count: int) -> Iterator[Cut]:
+    """Long segments at both ends: of a whole document those between alone need maps, and short walks fill what long
+    ones leave of the device. Where whole fragments fill it twice, they do so by themselves."""
+    if hv * sum(run.count for run in rank.runs) > ROUNDS * sm_count:
+        return
+    for count in UNEVEN:
+        for longer in LONGER:
+            if 2 * longer + count - 2 <= rank.longest:
+                yield longer, *(1,) * (count - 2), longer
+
+
+def soonest_row(ranks: Sequence[RankChunks], most: int, hv: int, sm_count: int, times: StepTimes) -> list[Cut]:
     """Every rank's segments: its own `soonest`, or, if the row then ends sooner, one of the three most frequent of
     these for all ranks that state crosses. Judged as there; the former of equals."""
     device = hv, sm_count, times
     own = [soonest(rank, most, *device) for rank in ranks]
     crossed = [any(run.crosses_out or run.crosses_in for run in rank.runs) for rank in ranks]
     counts = Counter(cut for cut, crosses in zip(own, crossed, strict=True) if crosses)
-    frequent = sorted(counts, key=lambda cut: (-counts[cut], cut))[:3]
+    frequent = sorted(counts, key=lambda cut: (-counts[cut], shares(cut)))[:3]
     if len(frequent) < 2:
         return own
     plans = [own]
     for alike in frequent:
         each = zip(ranks, own, crossed, strict=True)
-        plans.append([min(alike, rank.longest) if crosses else cut for rank, cut, crosses in each])
+        plans.append([_at_most(alike, rank.longest) if crosses else cut for rank, cut, crosses in each])
     times_of = [row_time(zip(ranks, plan, strict=True), *device) for plan in plans]
     faded = {number: time.moderate for number, time in enumerate(times_of)}
     return plans[_weighed(faded, lambda number: times_of[number].slow)]
 
 
-def _weighed(faded: dict[int, int], slow_of: Callable[[int], int]) -> int:
+def _at_most(cut: Cut, chunks: int) -> Cut:
+    """Of lengths that differ, those of which nothing is left are left out anyway."""
+    return min(cut, chunks) if isinstance(cut, int) else cut
+
+
+def _weighed(faded: dict[Any, int], slow_of: Callable[[Any], int]) -> Any:
     """By their times under moderate decay: of those near the least the one with the least time under both, that counted
     twice; the first of equals."""
     least = min(faded.values())
@@ -149,78 +172,99 @@ def _slab(hv: int) -> int:
     return -(-hv // SLABS)
 
 
-def _walks(rank: RankChunks, segments: int, heads: int) -> list[tuple[int, int]]:
-    """(chunks, how many such); of a fragment's segments all are as long as the longest."""
-    return [(-(-run.chunks // segments), min(segments, run.chunks) * heads * run.count) for run in rank.runs]
+class Pieces(NamedTuple):
+    """Segments of one length."""
+
+    chunks: int
+    count: int
+    left: int  # of them, those that state leaves,
+    entered: int
+    through: int  # and those that it enters and leaves
 
 
-def _walked(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> int:
-    return soonest_division(_walks(rank, segments, hv), sm_count, **times.walk._asdict()).time
+@lru_cache(maxsize=1 << 16)
+def _pieces(chunks: int, crosses_out: bool, crosses_in: bool, cut: Cut) -> tuple[Pieces, ...]:
+    """Of a fragment; of segments alike all are as long as the longest."""
+    if isinstance(cut, int):
+        n = min(cut, chunks)
+        left, entered = n - (not crosses_out), n - (not crosses_in)
+        return (Pieces(-(-chunks // cut), n, left, entered, max(0, left + entered - n)),)
+    held = lengths(chunks, cut)
+    ends = enumerate(held)
+    kinds = [(length, i < len(held) - 1 or crosses_out, i > 0 or crosses_in) for i, length in ends]
+    found = []
+    for length in sorted({*held}, reverse=True):
+        alike = [(left, entered) for of, left, entered in kinds if of == length]
+        left, entered = (sum(column) for column in zip(*alike, strict=True))
+        found.append(Pieces(length, len(alike), left, entered, sum(left and entered for left, entered in alike)))
+    return tuple(found)
 
 
-def _walked_back(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> int:
-    return SLABS * soonest_pair(_walks(rank, segments, _slab(hv)), sm_count, times.back, times.states).time
+def _of_rank(rank: RankChunks, cut: Cut, which: str, heads: int) -> Walks:
+    """Segments `which` of `Pieces`, of so many heads."""
+    return [
+        (alike.chunks, getattr(alike, which) * heads * run.count)
+        for run in rank.runs
+        for alike in _pieces(run.chunks, run.crosses_out, run.crosses_in, cut)
+    ]
+
+
+def _walked(rank: RankChunks, cut: Cut, hv: int, sm_count: int, times: StepTimes) -> int:
+    return soonest_division(_of_rank(rank, cut, "count", hv), sm_count, **times.walk._asdict()).time
+
+
+def _walked_back(rank: RankChunks, cut: Cut, hv: int, sm_count: int, times: StepTimes) -> int:
+    return SLABS * soonest_pair(_of_rank(rank, cut, "count", _slab(hv)), sm_count, times.back, times.states).time
 
 
 @lru_cache(maxsize=1 << 16)
 def _phases(
-    rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes, of: Regime
+    rank: RankChunks, cut: Cut, hv: int, sm_count: int, times: StepTimes, of: Regime
 ) -> tuple[int, int, int, int]:
     """What stands between exchanges: three times what is sent, twice the walk, what is sent back, the walks back."""
-    told, walked, back = _alike(rank, segments, hv, sm_count, times)
-    summaries = _summaries(rank, segments, hv, sm_count, times, of)
-    return 3 * (summaries + told), 2 * walked, _entries(rank, segments, hv, sm_count, times, of), back
+    told, walked, back = _alike(rank, cut, hv, sm_count, times)
+    summaries = _summaries(rank, cut, hv, sm_count, times, of)
+    return 3 * (summaries + told), 2 * walked, _entries(rank, cut, hv, sm_count, times, of), back
 
 
 @lru_cache(maxsize=1 << 16)
-def _alike(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes) -> tuple[int, int, int]:
+def _alike(rank: RankChunks, cut: Cut, hv: int, sm_count: int, times: StepTimes) -> tuple[int, int, int]:
     """What takes as long whatever decays: states that are told, the walk, the walks back with what is told there."""
-    back = _walked_back(rank, segments, hv, sm_count, times) + _told_back(rank, segments, hv, times)
-    return _told(rank, segments, hv, times), _walked(rank, segments, hv, sm_count, times), back
+    back = _walked_back(rank, cut, hv, sm_count, times) + _told_back(rank, cut, hv, times)
+    return _told(rank, cut, hv, times), _walked(rank, cut, hv, sm_count, times), back
 
 
-def _entries(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes, of: Regime) -> int:
+def _entries(rank: RankChunks, cut: Cut, hv: int, sm_count: int, times: StepTimes, of: Regime) -> int:
     """Adjoints of entry states, and what they are composed to."""
-    entries = of.walked([(_left(_backwards(rank), segments, hv), times.entry)], sm_count)
-    return entries + _composed(segments, times, of)
+    return of.walked([(_of_rank(rank, cut, "entered", hv), times.entry)], sm_count) + _composed(cut, times, of)
 
 
-def _summaries(rank: RankChunks, segments: int, hv: int, sm_count: int, times: StepTimes, of: Regime) -> int:
+def _summaries(rank: RankChunks, cut: Cut, hv: int, sm_count: int, times: StepTimes, of: Regime) -> int:
     """Maps and exit states, which run beside each other, and what they are composed to."""
-    through = [
-        (-(-n // segments), max(0, min(segments, n) - (not crosses_out) - (not crosses_in)) * hv * count)
-        for n, crosses_out, crosses_in, count in rank.runs
-    ]
-    summed = of.walked([(through, times.map), (_left(rank, segments, hv), times.exit)], sm_count)
-    return summed + _composed(segments, times, of)
+    maps, exits = (_of_rank(rank, cut, which, hv) for which in ("through", "left"))
+    return of.walked([(maps, times.map), (exits, times.exit)], sm_count) + _composed(cut, times, of)
 
 
-def _composed(segments: int, times: StepTimes, of: Regime) -> int:
-    return (segments - 1) * getattr(times.compose, of.decay)
+def _composed(cut: Cut, times: StepTimes, of: Regime) -> int:
+    return (count_of(cut) - 1) * getattr(times.compose, of.decay)
 
 
-def _backwards(rank: RankChunks) -> RankChunks:
-    """The same fragments as the way back comes through them."""
-    turned = (run._replace(crosses_out=run.crosses_in, crosses_in=run.crosses_out) for run in rank.runs)
-    return rank._replace(runs=tuple(turned))
-
-
-def _left(rank: RankChunks, segments: int, hv: int) -> list[tuple[int, int]]:
-    """(chunks, how many such), of segments that state leaves."""
-    return [
-        (-(-n // segments), (min(segments, n) - (not crosses_out)) * hv * count)
-        for n, crosses_out, _, count in rank.runs
-    ]
-
-
-def _told_back(rank: RankChunks, segments: int, hv: int, times: StepTimes) -> int:
-    return _told(_backwards(rank), segments, hv, times)
-
-
-def _told(rank: RankChunks, segments: int, hv: int, times: StepTimes) -> int:
+def _told(rank: RankChunks, cut: Cut, hv: int, times: StepTimes) -> int:
     """States, by segments to the next ones."""
-    counts = ((left, run.crosses_in) for (_, left), run in zip(_left(rank, segments, hv), rank.runs, strict=True))
-    return sum(left * (times.crossing if crosses_in else times.state) for left, crosses_in in counts)
+    return sum(
+        alike.left * hv * run.count * (times.crossing if run.crosses_in else times.state)
+        for run in rank.runs
+        for alike in _pieces(run.chunks, run.crosses_out, run.crosses_in, cut)
+    )
+
+
+def _told_back(rank: RankChunks, cut: Cut, hv: int, times: StepTimes) -> int:
+    """Their adjoints, to the ones before."""
+    return sum(
+        alike.entered * hv * run.count * (times.crossing if run.crosses_out else times.state)
+        for run in rank.runs
+        for alike in _pieces(run.chunks, run.crosses_out, run.crosses_in, cut)
+    )
 
 
 def _faded(summaries: Iterable[tuple[Walks, Summary]], sm_count: int) -> int:

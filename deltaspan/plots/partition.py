@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.transforms import offset_copy
 
-from deltaspan.plots.record import Link, Piece, caption, links_of, pieces_of, segment_cuts
+from deltaspan.plan import Cut, count_of, in_words
+from deltaspan.plots.record import Link, Piece, caption, cuts_of, links_of, p_of, pieces_of, segment_cuts
 
 BAR_HEIGHT = 0.62
 TICK_HEIGHT = 0.17  # of a segment's ticks, from both edges of the bar, so that its name stays free
@@ -50,7 +51,7 @@ def save_partition(record: Mapping[str, Any], path: Path | str) -> Path:
     axes.set_xlim(0, 1.005 * longest)
     axes.set_ylim(record["cp"] - 0.4, -0.6)
     _draw_pieces(axes, pieces, longest, record["cp"])
-    _draw_segments(axes, pieces, record["segments"], longest)
+    _draw_segments(axes, pieces, cuts_of(record), longest)
     if record["cp"] <= NAMED_ROWS:
         _name_pieces(axes, pieces, longest)
         _name_empty_ranks(axes, pieces, record["cp"])
@@ -89,10 +90,10 @@ def _draw_pieces(axes: Axes, pieces: list[Piece], longest: int, ranks: int) -> N
     axes.add_collection(PolyCollection(bars, facecolors=colours, edgecolors=edges, linewidths=widths))
 
 
-def _draw_segments(axes: Axes, pieces: list[Piece], segments: Sequence[int], longest: int) -> None:
+def _draw_segments(axes: Axes, pieces: list[Piece], plan: Sequence[Cut], longest: int) -> None:
     half, ticks = BAR_HEIGHT / 2, []
     for piece in pieces:
-        cuts = segment_cuts(piece, segments[piece.rank])
+        cuts = segment_cuts(piece, plan[piece.rank])
         if piece.length < SEEN_SHARE * longest * (len(cuts) + 1):
             continue
         for cut in cuts:
@@ -164,8 +165,9 @@ def _label(figure: Figure, axes: Axes, record: Mapping[str, Any], links: Sequenc
     labelled = range(0, ranks, -(-ranks // LABELS_AT_MOST))
     axes.set_yticks(labelled)
     axes.yaxis.set_major_formatter(lambda y, _: f"rank {y:.0f}")
+    plan = cuts_of(record)
     for rank in labelled:
-        label = f"P {record['segments'][rank]}"
+        label = f"P {in_words(plan[rank])}"
         axes.text(1.005, rank, label, transform=axes.get_yaxis_transform(), va="center_baseline")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -181,9 +183,10 @@ def _label(figure: Figure, axes: Axes, record: Mapping[str, Any], links: Sequenc
 
 def _legend(record: Mapping[str, Any], links: Sequence[Link]) -> list[str]:
     lines = ["A row is one rank's tokens, in local order; a colour is a document."]
-    if max(record["segments"], default=1) > 1:
+    if any(count_of(cut) > 1 for cut in cuts_of(record)):
         lines.append(
-            f"P: segments of each piece, by the rule {record['rule']}; ticks stand between them, where there is room."
+            f"{p_of('piece', cuts_of(record))}, by the rule {record['rule']}; "
+            "ticks stand between them, where there is room."
         )
     else:
         lines.append("P 1: the pieces are not cut into segments.")

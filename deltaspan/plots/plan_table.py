@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from deltaspan.layout import Partition
-from deltaspan.plan import CHUNK, collective_bytes, crossings, rank_chunks, walk_steps
-from deltaspan.plots.record import listed
+from deltaspan.plan import CHUNK, Cut, collective_bytes, crossings, in_words, lengths, rank_chunks, walk_steps
+from deltaspan.plots.record import cuts_of, listed, p_of
 from deltaspan.plots.text import partition_picture
 
 ROWS_AT_MOST = 32
@@ -30,7 +30,7 @@ class RankLoad(NamedTuple):
     entered: int  # fragments that a document's state enters, from another fragment of this rank too
     left: int  # fragments that it leaves
     chunks: int
-    segments: int  # P, into which each fragment is cut
+    segments: Cut  # P, into which each fragment is cut
     longest: int  # chunks of the longest segment
     steps: int  # chunks that the device walks one after another in a training step with a checkpoint
 
@@ -44,8 +44,8 @@ def plan_view(record: Mapping[str, Any], part: Partition, columns: int) -> list[
         columns: of the picture's rows.
     """
     target = {"hv": record["hv"], "sms": record["sms"]}
-    loads = rank_loads(part, record["segments"], **target)
-    other = rank_loads(part, record["compare"]["segments"], **target) if "compare" in record else None
+    loads = rank_loads(part, cuts_of(record), **target)
+    other = rank_loads(part, cuts_of(record["compare"]), **target) if "compare" in record else None
     shown = shown_ranks(len(loads), *(slowest_ranks(each)[0] for each in (loads, other) if each))
     rules = record["rule"], record.get("compare", {}).get("rule")
     return [
@@ -56,17 +56,17 @@ def plan_view(record: Mapping[str, Any], part: Partition, columns: int) -> list[
     ]
 
 
-def rank_loads(part: Partition, segments: Sequence[int], *, hv: int, sms: int) -> list[RankLoad]:
-    """Every rank's load, by rank; segments: P by rank."""
+def rank_loads(part: Partition, plan: Sequence[Cut], *, hv: int, sms: int) -> list[RankLoad]:
+    """Every rank's load, by rank; plan: P by rank."""
     left, entered, _ = (counts.tolist() for counts in crossings(part))
-    steps = walk_steps(part, segments, hv=hv, sm_count=sms)
+    steps = walk_steps(part, plan, hv=hv, sm_count=sms)
     loads = []
     for rank, held in enumerate(rank_chunks(part)):
         chunks = sum(run.chunks * run.count for run in held.runs)
-        longest = -(-held.longest // segments[rank])
+        longest = max(lengths(held.longest, plan[rank]), default=0)
         held_tokens = part.tokens(rank), held.fragments
         seams = entered[rank], left[rank]
-        loads.append(RankLoad(rank, *held_tokens, *seams, chunks, segments[rank], longest, steps[rank]))
+        loads.append(RankLoad(rank, *held_tokens, *seams, chunks, plan[rank], longest, steps[rank]))
     return loads
 
 
@@ -111,11 +111,12 @@ def comparison_in_words(loads: Sequence[RankLoad], other: Sequence[RankLoad], ru
 def _load_view(loads: Sequence[RankLoad], shown: Sequence[int], *, hv: int, sms: int) -> list[RenderableType]:
     names = "tokens", "frag-\nments", "in", "out", "chunks", "P", "longest\nsegment", "walk\nsteps  "
     marks = _marks(loads)
-    rows = {rank: [*(f"{value:,}" for value in loads[rank][1:-1]), marks[rank]] for rank in shown}
+    rows = {rank: [*(_cell(value) for value in loads[rank][1:-1]), marks[rank]] for rank in shown}
     note = (
-        "in, out: seams by which state comes and goes. P: segments of each fragment; the longest, in chunks of "
-        f"{CHUNK} tokens. walk steps: chunks that a device walks one after another in a checkpointed training step, "
-        f"composing not counted, for {hv} value heads on {sms} multiprocessors; * is the slowest."
+        f"in, out: seams by which state comes and goes. {p_of('fragment', [load.segments for load in loads])}; the "
+        f"longest, in chunks of {CHUNK} tokens. walk steps: chunks that a device walks one after another in a "
+        f"checkpointed training step, composing not counted, for {hv} value heads on {sms} multiprocessors; * is the "
+        "slowest."
     )
     return [
         Text(),
@@ -150,7 +151,8 @@ def _comparison_view(
     names = [f"{rule}\n{figure}" for rule in rules for figure in ("P", "walk steps  ")]
     marks = [_marks(each) for each in (loads, other)]
     rows = {
-        rank: [f"{loads[rank].segments}", marks[0][rank], f"{other[rank].segments}", marks[1][rank]] for rank in shown
+        rank: [_cell(loads[rank].segments), marks[0][rank], _cell(other[rank].segments), marks[1][rank]]
+        for rank in shown
     }
     slowest = [
         _sentence(f"with {rule} {slowest_in_words(each)}") for rule, each in zip(rules, (loads, other), strict=True)
@@ -168,6 +170,10 @@ def _marks(loads: Sequence[RankLoad]) -> list[str]:
     slowest = slowest_ranks(loads)
     starred = set(slowest) if len(slowest) < len(loads) else set()
     return [f"{load.steps:,} " + ("*" if load.rank in starred else " ") for load in loads]
+
+
+def _cell(value: Cut) -> str:
+    return f"{value:,}" if isinstance(value, int) else in_words(value)
 
 
 def _mib(size: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deltaspan.plan import CHUNK, segment_starts
+from deltaspan.plan import CHUNK, Cut, segment_starts
 
 NAMED_RANKS = 8
 
@@ -66,9 +66,21 @@ def links_of(pieces: list[Piece]) -> list[Link]:
     return [Link(a, b) for a, b in pairwise(pieces) if a.doc == b.doc]
 
 
-def segment_cuts(piece: Piece, segments: int) -> list[int]:
-    """Where in the shard a segment of the piece ends and the next begins, in tokens, if it is cut into `segments`."""
-    starts = segment_starts(np.array([-(-piece.length // CHUNK)]), segments)
+def cuts_of(record: Mapping[str, Any]) -> list[Cut]:
+    """By rank, of a record that may have come through JSON."""
+    return [tuple(cut) if isinstance(cut, list) else cut for cut in record["segments"]]
+
+
+def p_of(what: str, plan: Sequence[Cut]) -> str:
+    """What P says of each `what` of a plan."""
+    return f"P: segments of each {what}" + (
+        "" if all(isinstance(cut, int) for cut in plan) else ", or their relative lengths"
+    )
+
+
+def segment_cuts(piece: Piece, cut: Cut) -> list[int]:
+    """Where in the shard a segment of the piece ends and the next begins, in tokens."""
+    starts = segment_starts(np.array([-(-piece.length // CHUNK)]), cut)
     return [piece.start + CHUNK * chunk for chunk in np.unique(starts)[1:-1].tolist()]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from rich.style import Style
 from rich.text import Text
 
-from deltaspan.plots.record import Piece, caption, links_of, pieces_of, segment_cuts
+from deltaspan.plan import count_of, in_words
+from deltaspan.plots.record import Piece, caption, cuts_of, links_of, p_of, pieces_of, segment_cuts
 
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyz"
 COLOURS = ("blue", "dark_orange", "green", "red", "medium_purple", "orange4", "hot_pink", "grey50", "yellow4", "cyan")
@@ -40,8 +41,9 @@ def partition_picture(record: Mapping[str, Any], ranks: Sequence[int] | None = N
     opening = {link.target: "<" if link.crosses else "=" for link in links if link.target.rank in by_rank}
     closing = {link.source: ">" if link.crosses else "=" for link in links if link.source.rank in by_rank}
     labels = [f"rank {rank:>{len(str(record['cp'] - 1))}} " for rank in range(record["cp"])]
-    is_cut = max(record["segments"], default=1) > 1
-    ends = [f" P {segments}" if is_cut else "" for segments in record["segments"]]
+    plan = cuts_of(record)
+    is_cut = any(count_of(cut) > 1 for cut in plan)
+    ends = [f" P {in_words(cut)}" if is_cut else "" for cut in plan]
     width = max(1, columns - len(labels[-1]) - max(map(len, ends)))
     scale = max((piece.stop for piece in pieces), default=1) / width
     lines, omitted, unmarked, before = [Text(caption(record), style="bold")], 0, False, -1
@@ -52,7 +54,7 @@ def partition_picture(record: Mapping[str, Any], ranks: Sequence[int] | None = N
         line = Text(labels[rank])
         for piece in sorted(by_rank[rank], key=lambda piece: piece.start):
             first, stop = round(piece.start / scale), round(piece.stop / scale)
-            cuts = segment_cuts(piece, record["segments"][rank])
+            cuts = segment_cuts(piece, plan[rank])
             room = stop - first >= CELLS_PER_SEGMENT * (len(cuts) + 1)
             marks = [round(cut / scale) - first for cut in cuts] if room else []
             omitted, unmarked = omitted + (stop == first), unmarked or (bool(cuts) and not room)
@@ -96,5 +98,5 @@ def _notes(record: Mapping[str, Any], scale: float, omitted: int, is_cut: bool, 
     notes = [legend, "State: < from another rank, > to another rank, = to this rank's next piece."]
     if is_cut:
         left_out = ", where there is room" if unmarked else ""
-        notes.append(f"P: segments of each piece, at most one a chunk; | parts them{left_out}.")
+        notes.append(f"{p_of('piece', cuts_of(record))}, at most one a chunk; | parts them{left_out}.")
     return notes

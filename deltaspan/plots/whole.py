@@ -31,8 +31,7 @@ def check_plan(record: Mapping[str, Any], at: str = "") -> None:
         _held(record, "pack", _is_text, "a name or null", at)
     of_ranks = f"a list of {cp:,}, one for each rank"
     fragments = _held(record, "fragments", _is_list_of(_is_list_of(_is_list), cp), f"{of_ranks}, of fragments", at)
-    segments = _is_list_of(lambda value: _is_count(value) and value > 0, cp)
-    _held(record, "segments", segments, f"{of_ranks}, of numbers from 1 on", at)
+    _held(record, "segments", _is_list_of(_is_cut, cp), f"{of_ranks}, of numbers from 1 on or lists of such", at)
     try:
         partition(Pack.from_lengths(lengths).cu_seqlens, cp, fragments=fragments)
     except (ValueError, TypeError, OverflowError) as error:
@@ -131,6 +130,12 @@ def _is_number(value: Any) -> bool:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def _is_cut(value: Any) -> bool:
+    """How many segments, or their relative lengths."""
+    shares = value if isinstance(value, list | tuple) and value else [value]
+    return all(_is_count(share) and share > 0 for share in shares)
 
 
 def _is_count(value: Any) -> bool:

@@ -155,6 +155,16 @@ OPTIONS = (
         "segments beyond the chunks": Bad(
             V, r"segments must be at most 1 \(.*: 1\), got 2", lambda r: r.rule(segments=2)
         ),
+        "no lengths of segments": Bad(V, "segments must be a count, or relative", lambda r: r.rule(segments=())),
+        "a segment without length": Bad(
+            V, r"segments\[1\] must be at least 1, got 0", lambda r: r.rule(segments=(1, 0, 1))
+        ),
+        "lengths of segments as fractions": Bad(
+            T, r"segments\[0\] must be an integer, got 0.5", lambda r: r.rule(segments=(0.5, 1))
+        ),
+        "lengths of segments beyond the chunks": Bad(
+            V, r"segments must be at most 1 \(.*: 1\), got \(2, 1\)", lambda r: r.rule(segments=(2, 1))
+        ),
         "segments of backward": Bad(V, "segments must be at most 1", lambda r: r.backward(segments=2)),
         "reuse of a recompute without autograd": Bad(
             V,

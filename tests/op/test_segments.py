@@ -12,7 +12,7 @@ import deltaspan as ds
 from deltaspan import reference
 from deltaspan.kernels import torch as tier
 from deltaspan.kernels.stages import Runs
-from deltaspan.plan import RULES, segment_table
+from deltaspan.plan import RULES, Cut, count_of, segment_table
 from tests.helpers import gloo, same_bits
 from tests.op.support import (
     GRADIENTS,
@@ -46,7 +46,7 @@ def truth(pack: Pack) -> dict[str, Tensor]:
     return true_rule(pack, reference.chunked_gated_delta_rule)
 
 
-def cuts(ctx: ds.Context, hv: int = 3, segments: int | None = None) -> list[int]:
+def cuts(ctx: ds.Context, hv: int = 3, segments: Cut | None = None) -> list[Cut]:
     return [ctx._segments(rank, hv, segments) for rank in range(ctx.part.world_size)]
 
 
@@ -65,13 +65,13 @@ def test_every_rule(rng: torch.Generator, rule: str, layout: str, world_size: in
     assert_exact(join(ctx.part, run_rule(pack, ctx)), truth(pack), TOLERANCE)
 
 
-@pytest.mark.parametrize("segments", [1, 2, 3, 4, 5, 7, 11])
+@pytest.mark.parametrize("segments", [1, 2, 3, 4, 5, 7, 11, (2, 1, 2), (1, 3), (3, 1, 1, 4)])
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "contiguous"), (2, "zigzag"), (3, "ragged"), (2, "contiguous")])
-def test_every_cut(rng: torch.Generator, world_size: int, layout: str, segments: int) -> None:
+def test_every_cut(rng: torch.Generator, world_size: int, layout: str, segments: Cut) -> None:
     pack = drawn(rng, decay="slow")
     ctx = simulate(split(pack.cu_seqlens, world_size, layout, rng))
     longest = max(-(-f.length // 64) for rank in ctx.part.fragments for f in rank)
-    if segments > longest:
+    if count_of(segments) > longest:
         with pytest.raises(ValueError, match=f"at most {longest} "):
             run_rule(pack, ctx, segments=segments)
         return
@@ -237,15 +237,16 @@ def test_only_what_crosses_is_summarised(rng: torch.Generator, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("mode", [{}, {"save_transfer": False}, {"boundary_mode": "replay"}], ids=str)
-@pytest.mark.parametrize("segments", [1, 2, 3])
+@pytest.mark.parametrize("segments", [1, 2, 3, (1, 2, 1)])
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "contiguous"), (3, "contiguous"), (2, "zigzag"), (3, "ragged")])
 def test_maps_are_made_of_what_is_entered_and_left(
-    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, world_size: int, layout: str, segments: int, mode: dict
+    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, world_size: int, layout: str, segments: Cut, mode: dict
 ) -> None:
     """And of nothing else, in either direction; what is not made was not needed."""
     pack = drawn(rng, decay="slow")
     ctx = simulate(split(pack.cu_seqlens, world_size, layout, rng))
-    segments = min(segments, -(-ctx.part.longest // 64))
+    if isinstance(segments, int):
+        segments = min(segments, -(-ctx.part.longest // 64))
     tables = [segment_table(ctx.part, rank, segments) for rank in range(world_size)]
     wanted = [sorted(table.first[np.intersect1d(table.left, table.entered)]) for table in tables]
     assert sum(map(len, wanted)) < sum(len(table.left) for table in tables) or not any(len(t.left) for t in tables)

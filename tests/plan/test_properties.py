@@ -1,6 +1,7 @@
 """What holds for every plan of every rule, over random packs, heads and multiprocessors."""
 
 import pickle
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from deltaspan.plan import (
     MOST_SEGMENTS,
     RULES,
     chunk_grid,
+    count_of,
+    lengths,
     plan_segments,
     rank_chunks,
     row_segments,
@@ -52,6 +55,22 @@ def test_segments_hold_every_chunk_of_a_fragment_once_and_in_order(part, segment
 
 
 @RANDOM
+@given(parts(), st.lists(st.integers(1, 9), min_size=1, max_size=7).map(tuple), st.integers(1, 5))
+def test_lengths_that_differ_hold_every_chunk_once_and_in_order(part, shares, unit):
+    count, starts = chunk_grid(part, 0).count, segment_starts(chunk_grid(part, 0).count, shares)
+    table = segment_table(part, 0, shares)
+    assert table.first.tolist() == starts[:-1][np.diff(starts) > 0].tolist()
+    for fragment, n in enumerate(count.tolist()):
+        held = table.count[table.fragment == fragment].tolist()
+        assert held == lengths(n, shares) and sum(held) == n
+        bounds = [sum(shares[:i]) * n // sum(shares) for i in range(len(shares) + 1)]
+        assert held == [b - a for a, b in pairwise(bounds) if b > a]
+    # equal lengths are a count of segments, in whatever unit
+    alike = segment_starts(count, (unit,) * len(shares)), segment_starts(count, len(shares))
+    assert np.array_equal(*alike)
+
+
+@RANDOM
 @given(st.lists(st.integers(0, 3000), max_size=8), st.integers(1, MOST_SEGMENTS))
 def test_segments_start_where_the_rule_of_record_says(count, segments):
     count = np.array(count, dtype=np.int64)
@@ -84,8 +103,8 @@ def test_every_plan_holds_every_token_once_and_in_order(rule, part, hv, sm_count
 @given(row=ranks, hv=heads, sm_count=multiprocessors)
 def test_segments_are_at_least_one_and_no_more_than_chunks(rule, row, hv, sm_count):
     for rank, segments in zip(row, cut(row, hv, sm_count, rule), strict=True):
-        assert type(segments) is int
-        assert 1 <= segments <= min(64, max(1, rank.longest))
+        assert rule == "least_time" or type(segments) is int
+        assert 1 <= count_of(segments) <= min(64, max(1, rank.longest))
 
 
 @pytest.mark.parametrize("rule", [*RULES_OF_RANK, *PUBLISHED_OF_ROW])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import deltaspan as ds
-from deltaspan.plan import segment_table
+from deltaspan.plan import Cut, segment_table
 from deltaspan.plots.record import caption, links_of, listed, pieces_of, segment_cuts
 from deltaspan.plots.text import partition_picture, sparkline
 
@@ -47,8 +47,8 @@ def test_links_are_the_partitions_own(layout: str) -> None:
     assert found == sorted(rows) and len(found) >= 2
 
 
-@pytest.mark.parametrize("segments", [1, 2, 3, 7, 64])
-def test_segments_are_the_planners_own(segments: int) -> None:
+@pytest.mark.parametrize("segments", [1, 2, 3, 7, 64, (2, 1, 2)])
+def test_segments_are_the_planners_own(segments: Cut) -> None:
     lengths = [1, 64, 65, 700, 0, 1000]
     part = ds.partition([0, *accumulate(lengths)], 2, layout="zigzag")
     for rank in range(2):
@@ -61,7 +61,7 @@ def test_segments_are_the_planners_own(segments: int) -> None:
         ]
         pieces = sorted((p for p in pieces_of(record(lengths, 2, "zigzag")) if p.rank == rank), key=lambda p: p.start)
         assert [cut for piece in pieces for cut in segment_cuts(piece, segments)] == wanted
-        assert bool(wanted) == (segments > 1)
+        assert bool(wanted) == (segments != 1)
 
 
 def test_ranks_are_listed_as_one_says_them() -> None:
@@ -91,6 +91,10 @@ def test_the_text_picture_shows_segments_and_p() -> None:
     assert row == "rank 0 000|00|00011 P 3" and "where there is room" in note
     _, row, *_ = (line.plain for line in partition_picture(made, columns=21))  # 8 cells, not 3 for each of 3 segments
     assert row == "rank 0 0000000011 P 3"
+    # 2, 6 and 2 chunks, and 1 and 1 of 2: what is too short for a chunk is none; as JSON has it
+    _, row, _, _, note = (line.plain for line in partition_picture(made | {"segments": [[1, 3, 1]]}, columns=63))
+    assert row.split(" P ")[1] == "1:3:1" and "relative lengths" in note
+    assert [len(part) for part in row.split(" P ")[0].removeprefix("rank 0 ").split("|")] == [8, 23, 11, 3]
     whole = [line.plain for line in partition_picture(made | {"segments": [1]})]
     assert len(whole) == 4 and not any("|" in line or " P " in line for line in whole)
 

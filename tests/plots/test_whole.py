@@ -97,7 +97,10 @@ def test_what_passes_the_check_can_be_drawn(check: Any, made: dict, tmp_path: Pa
         (DEMO | {"partition": {}}, r"as partition\.lengths, and has nothing there"),
         (DEMO | {"losses": {"ranks": [1.0], "one": [1.0, 2.0]}}, r"a list of 1 numbers as losses\.one"),
         (WORKED | {"cp": 9}, "a list of 9, one for each rank, of fragments as fragments, got "),
-        (WORKED | {"segments": [1]}, "a list of 2, one for each rank, of numbers from 1 on as segments"),
+        (
+            WORKED | {"segments": [1]},
+            "a list of 2, one for each rank, of numbers from 1 on or lists of such as segments",
+        ),
         (WORKED | {"lengths": [100, "a"]}, r"a list of whole numbers from 0 on as lengths, got \[100, 'a'\]"),
         (WORKED | {"cp": 0, "fragments": [], "segments": []}, "a whole number from 1 on as cp, got 0"),
         (WORKED | {"lengths": [100, 4]}, "every token once, and its fragments: tokens .* belong to no rank"),
