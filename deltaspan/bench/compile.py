@@ -46,7 +46,7 @@ def _prep(H: int, group: int, shared: int, instructions: int, *, raw: bool = Fal
         kernel="deltaspan.kernels.hopper.prep:prep_kernel",
         arguments={
             "k": "*bf16", "g": "*fp32", "beta": "*fp32", "chunks": "*i32", "A": "*bf16", "G": "*fp32", "broken": "*i32",
-            "reach": "*fp32", "NC": "i32", "eighths": "i32",
+            "reach": "*fp32", "NC": "i32", "step": "i32", "eighths": "i32",
         } | (further if raw else {}),
         constants={"H": H, "GROUP": group, "L2NORM": raw, "GATE": raw, "BIAS": raw, "SIGMOID": 2.0 if raw else 0}
         | ({} if raw else dict.fromkeys(further)),
@@ -81,7 +81,7 @@ def _forward(
         | {"q_tiles": "tiles<bf16[64, 128]>"}
         | dict.fromkeys(("v_tiles", "o_tiles"), "tiles<bf16[64, 64]>")
         | {"G_tiles": "tiles<fp32[1, 64]>", "o": "*bf16", "scale": "fp32", "scale_log2": "fp32"}
-        | dict.fromkeys(("given", "whole"), "i32")
+        | dict.fromkeys(("given", "whole", "step"), "i32")
         | {"state_tiles": f"tiles<bf16[64, {128 if states else 64}]>"}
         | dict.fromkeys(("entry", "nothing", "exit"), "*fp32")
         | arguments,
@@ -139,7 +139,7 @@ def _transfer(H: int, group: int, *, instructions: int = 3300, spills: int = 44,
     arguments, constants = _lengths(l2norm)
     return Case(
         kernel="deltaspan.kernels.hopper.transfer:transfer_kernel",
-        arguments=A_WALK | {"G": "*fp32", "M": "*fp32"} | arguments,
+        arguments=A_WALK | {"G": "*fp32", "M": "*fp32", "step": "i32"} | arguments,
         constants={"H": H, "GROUP": group, "TERMS": 2} | constants,
         num_warps=4,
         registers=128,

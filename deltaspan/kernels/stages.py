@@ -6,8 +6,10 @@ them in question. State S and its adjoint D are [K, V]; states are FP32, or FP64
 A walk takes states as they come, E rows of them, and a table tells a run its row: a run whose row is E or beyond starts
 from zero, so nobody has to make zeros, or one tensor of all runs' states.
 
-    tape = prep(q, k, v, g, beta, grid, scale=, unit_keys=, raw=)
+    tape = prep(q, k, v, g, beta, grid, scale=, unit_keys=, raw=, only=)
         q, k [T, H, K]   v [T, HV, V]   g, beta [T, HV]        what does not depend on the state, per chunk
+        only: runs of all segments, if one walk over them with output is the last that reads the tape, so that
+        something of it may lie where the output will
     b = exit_states(tape, runs, entry)
         entry [E, HV, K, V] -> b [n, HV, K, V]
     M = transfer(tape, runs)

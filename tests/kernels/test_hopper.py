@@ -79,17 +79,17 @@ class Machine:
             return __import__(f"{TIER}.{name}", fromlist=["x"])
         return load(f"{TIER}.{name}", self.edited.get(name), self.edited)
 
-    def prep(self, x: Problem):
+    def prep(self, x: Problem, **options):
         with seeded(1):
-            return self.module("prep").prep(x.k, x.g, x.beta, x.chunks)
+            return self.module("prep").prep(x.k, x.g, x.beta, x.chunks, **options)
 
-    def forward(self, x: Problem, seed: int = 0, **options):
-        made = self.prep(x)
+    def forward(self, x: Problem, seed: int = 0, made=None, **options):
+        made = self.prep(x) if made is None else made
         with seeded(seed):
             return self.module("forward").forward(x.q, x.k, x.v, made, x.entry, x.segments, SCALE, **options)[:2]
 
-    def transfer(self, x: Problem, seed: int = 0, **options):
-        made = self.prep(x)
+    def transfer(self, x: Problem, seed: int = 0, made=None, **options):
+        made = self.prep(x) if made is None else made
         with seeded(seed):
             return self.module("transfer").transfer(x.k, made, x.segments, **options)
 
@@ -107,6 +107,19 @@ def test_walk_and_output(rng: torch.Generator, machine: Machine, decay: str) -> 
     assert relative(o, truth) < BF16 and relative(exit, exits) < BF16
     for begin, end in x.runs:
         assert relative(o[begin:end], truth[begin:end]) < 2 * BF16, (begin, end)
+
+
+def test_running_sums_in_the_place_of_the_output(rng: torch.Generator, machine: Machine) -> None:
+    """They are read by all walks, and overwritten by the last one, with the same bits."""
+    x = drawn(rng, [100, 1, 64, 150], 2, H=2, group=3).to(machine.device)
+    o = torch.full_like(x.v, torch.nan)
+    made = machine.prep(x, o=o)
+    assert made.o is o and made.G.data_ptr() == o.data_ptr()
+    for stage, options in ((machine.transfer, {}), (machine.forward, {"output": False}), (machine.forward, {})):
+        found, expected = stage(x, made=made, **options), stage(x, **options)
+        pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+        assert all(torch.equal(a, b) for a, b in pairs if a is not None)
+    assert found[0] is o
 
 
 @pytest.mark.parametrize(("H", "group"), [(1, 1), (2, 3), (1, 4)])

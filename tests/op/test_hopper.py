@@ -97,6 +97,24 @@ def test_the_layer_gives_its_backend_to_both_kernels(
     assert relative(y, plain.double()) < 3 * BF16  # roundings of the rule, of its norm and gate, and of the projection
 
 
+@pytest.mark.parametrize(("sm_count", "in_its_place"), [(1, True), (1000, False)])
+def test_what_nobody_leads_back_has_the_same_bits(
+    hopper: str, rng: torch.Generator, sm_count: int, in_its_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running sums then lie where the output will, if every walk is one program; not if one is two."""
+    pack = drawn(rng, [330, 1, 0, 90], hopper, H=1, HV=2)
+    tier, lies = select.tier("hopper"), []
+    prepared = tier.prepared
+    monkeypatch.setattr(tier, "prepared", lambda *a, o, **b: lies.append(o is not None) or prepared(*a, o=o, **b))
+    ctx = ds.build_context(ds.partition(pack.cu_seqlens, 1), device=hopper, sm_count=sm_count)
+    found = []
+    for wanted in (False, True):
+        given = [x.detach().requires_grad_(wanted) for x in pack[1:6]]
+        found.append(ds.chunk_gated_delta_rule(*given, ctx, backend="hopper", segments=(2, 1, 2))[0].detach())
+    assert same_bits(*found)
+    assert lies == [in_its_place, False]
+
+
 @pytest.mark.gpu
 def test_capture_and_no_wait(rng: torch.Generator) -> None:
     """A captured forward gives the eager one's bits, and no call waits for the device."""

@@ -299,7 +299,7 @@ def adjoint(
     Returns the adjoint of entry states [n, HV, K, V], and with `states` D at the end of every chunk [NC, HV, V, K]
     bf16, transposed. Without, the walk begins where the entry state begins to feel it. tilings: as for the forward.
     """
-    A, G, broken, reach, lengths = made
+    A, G, broken, reach, lengths, _ = made
     n, H, (HV, NC) = segments.shape[0], k.shape[1], reach.shape
     assert lengths is None, "the walk takes ready q and k"
     whole = n * HV if whole is None else whole

@@ -62,15 +62,16 @@ HALF = gl.constexpr(64)  # of V, a warpgroup's share
 NOTHING = gl.constexpr(-155.0)  # 2^-149 is the smallest fp32 number, a state of 32 then too
 
 
-@gluon.jit(do_not_specialize=["given", "whole"])  # nothing but bounds: it would only be compiled again
+@gluon.jit(do_not_specialize=["given", "whole", "step"])  # nothing but bounds: it would only be compiled again
 def forward_kernel(
     q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, o_tiles, state_tiles, o, entry, nothing, exit, broken, reach, lengths,
-    segments, given, whole, NC, scale, scale_log2, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr,
+    segments, given, whole, NC, step, scale, scale_log2, H: gl.constexpr, GROUP: gl.constexpr, APART: gl.constexpr,
     L2NORM: gl.constexpr, OUTPUT: gl.constexpr, STATES: gl.constexpr, EXIT: gl.constexpr,
     STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr, PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Tiles (descriptors): q, k [T, H * 128] by [64, 128]; v, o [T, HV * 128] by [64, 64]; A [HV * NC * 64, 64] by
-    [64, 64]; G [HV * NC, 64] by [1, 64] fp32; states [NC * HV * 128, 128] by [64, 128], the rows V and the columns K,
+    [64, 64]; G [HV * NC, 64] by [1, 64] fp32, or, with a step of 64, [T, HV * 64], of which a chunk's first row has its
+    own; states [NC * HV * 128, 128] by [64, 128], the rows V and the columns K,
     touched with STATES only.
 
     o [T, HV, 128] bf16; entry [given, HV, K, V] fp32, of which APART heads lie from one row to the next; nothing
@@ -139,7 +140,7 @@ def forward_kernel(
         scale_log2,
     )  # fmt: skip
     loading = (
-        q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin, hv * NC + chunk, n,
+        q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin, hv * NC + chunk, step, n,
         h * HEAD_DIM, hv * HEAD_DIM + first, alone,
     )  # fmt: skip
     gl.warp_specialize(
@@ -177,9 +178,11 @@ def init_for_walks(barrier, alone):
 @gluon.jit
 def load(given, STAGES: gl.constexpr, OUTPUT: gl.constexpr):
     (
-        q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin, row, n, key_column,
+        q_tiles, k_tiles, v_tiles, A_tiles, G_tiles, qs, ks, vs, ws, gs, full, empty, begin, row, step, n, key_column,
         value_column, alone,
     ) = given  # fmt: skip
+    G_row = gl.where(step > 1, begin, row)
+    G_column = gl.where(step > 1, value_column // HEAD_DIM * CHUNK, 0)
     BYTES: gl.constexpr = (2 if OUTPUT else 1) * CHUNK * HEAD_DIM * 2 + CHUNK * CHUNK * 2 + CHUNK * 4
     VALUES: gl.constexpr = CHUNK * HALF * 2
     stage = 0
@@ -196,7 +199,7 @@ def load(given, STAGES: gl.constexpr, OUTPUT: gl.constexpr):
         if OUTPUT:
             load_tile(q_tiles, [token, key_column], full.index(stage), qs.index(stage))
         load_tile(A_tiles, [(row + i) * CHUNK, 0], full.index(stage), ws.index(stage))
-        load_tile(G_tiles, [row + i, 0], full.index(stage), gs.index(stage))
+        load_tile(G_tiles, [G_row + i * step, G_column], full.index(stage), gs.index(stage))
         load_tile(v_tiles, [token, value_column], full.index(stage), vs.index(2 * stage))
         stage = stage + 1
         phase = gl.where(stage == STAGES, phase ^ 1, phase)
@@ -424,12 +427,13 @@ def forward(
     """
     assert not (output and states), "both do not fit into shared memory"
     assert not (output and beside), "it would not wait for the launch before it"
-    A, G, broken, reach, lengths = made
+    A, G, broken, reach, lengths, room = made
     n, H, (HV, NC) = segments.shape[0], k.shape[1], reach.shape
     whole = n * HV if whole is None else whole
+    assert room is None or not output or whole == n * HV, "one half would overwrite what the other reads"
     o, exit = found
     if o is None:
-        o = v.new_empty(v.shape) if output else v
+        o = (v.new_empty(v.shape) if room is None else room) if output else v
     if exit is None:
         exit = entry.new_empty(n, *entry.shape[1:]) if exits else entry
     written = v.new_empty(NC, HV, 128, 128) if states else None
@@ -438,9 +442,9 @@ def forward(
         A_tiles = shared.of(A, 64, 64, 64)
         launch(
             forward_kernel, (2 * n * HV - whole,), shared.rows(q), shared.rows(k), shared.rows(v, 64), A_tiles,
-            shared.of(G, 64, 1, 64), tiles(o, HV * 128, 64, 64) if output else A_tiles,
+            shared.of(G, 64 if room is None else HV * 64, 1, 64), tiles(o, HV * 128, 64, 64) if output else A_tiles,
             tiles(written, 128, 64, 128) if states else A_tiles, o, entry, no_state(entry.device), exit, broken, reach,
-            lengths, segments, entry.shape[0], whole, NC, scale, math.log2(scale), H=H, GROUP=HV // H,
+            lengths, segments, entry.shape[0], whole, NC, made.step, scale, math.log2(scale), H=H, GROUP=HV // H,
             APART=heads_apart(entry), L2NORM=lengths is not None, OUTPUT=output, STATES=states, EXIT=exits, num_warps=4,
             beside=beside, **LAUNCH,
         )  # fmt: skip

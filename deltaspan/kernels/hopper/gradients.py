@@ -484,7 +484,7 @@ def gradients(
     views of the same heads of larger ones. Nothing is written for tokens outside all chunks.
     """
     (_, H, D), HV, NC = k.shape, v.shape[1], chunks.shape[0]
-    A, G, broken, _, lengths = made
+    A, G, broken, _, lengths, _ = made
     assert lengths is None, "the gradients take ready q and k"
     apart, group = found[0].stride(0) // D, HV // H
     assert [x.stride() for x in (*found, beta)] == [

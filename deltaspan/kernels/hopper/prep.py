@@ -45,15 +45,16 @@ RANGE = gl.constexpr(2.0**13)  # times which A is kept as fp16 halves: entries a
 BACK = gl.constexpr(2.0**-13)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["step"])
 def prep_kernel(
-    k, g, beta, chunks, A, G, broken, reach, NC, eighths, q, q_eighths, lengths, A_log, dt_bias, H: gl.constexpr,
+    k, g, beta, chunks, A, G, broken, reach, NC, step, eighths, q, q_eighths, lengths, A_log, dt_bias, H: gl.constexpr,
     GROUP: gl.constexpr, L2NORM: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SIGMOID: gl.constexpr,
 ):  # fmt: skip
     """k [T, H, 128] bf16, rows 8 * eighths apart; g and beta [T, H * GROUP], fp32 or bf16; chunks [NC, 2] int32: first
     token and tokens of each.
 
-    A [HV, NC, 64, 64] bf16, G [HV, NC, 64] fp32. broken [H, NC] int32: the first row whose key breaks the promise of
+    A [HV, NC, 64, 64] bf16, G [HV, NC, 64] fp32, or, with a step of 64 tokens from one to the next instead of 1, of a
+    chunk's first token in [T, HV, 64]. broken [H, NC] int32: the first row whose key breaks the promise of
     unit keys, 64 if there is none. reach [HV, NC] fp32: log2 of a bound of the norm of the chunk's map, NaN if a key is
     broken. Beyond a chunk's tokens rows and columns of A are zero, and G goes on with its last value. One program for
     each chunk and key head, heads first.
@@ -158,7 +159,8 @@ def prep_kernel(
         strengths.index(e * 2 + 1).store(gl.reshape(b1, (2, 16)))
         decay = gl.where(decays[e] < LOWEST_DECAY, LOWEST_DECAY, decays[e])  # a NaN stays one
         summed = gl.associative_scan(decay, 0, add) * LOG2_E
-        gl.store(G + ((h * GROUP + e).to(gl.int64) * NC + c) * CHUNK + row, summed)
+        hv = (h * GROUP + e).to(gl.int64)
+        gl.store(G + gl.where(step > 1, start * HV + hv, hv * NC + c) * CHUNK + row, summed)
         # |I - beta k k^T| is at most 1, or beta |k|^2 - 1 = 1 + x where that is more, and log(1 + x) at most x
         growth = LONGEST_KEY * betas[e] - 2.0
         growth = gl.where(growth <= 0.0, 0.0, growth) * LOG2_E  # a NaN stays one
@@ -404,26 +406,37 @@ class Prepared(NamedTuple):
     """What the kernel leaves."""
 
     A: Tensor  # [HV, NC, 64, 64] bf16
-    G: Tensor  # [HV, NC, 64] fp32
+    G: Tensor  # [HV, NC, 64] fp32; or [T, HV, 64], of every chunk's first token, in the place of o
     broken: Tensor  # [H, NC] int32
     reach: Tensor  # [HV, NC] fp32
     lengths: Tensor | None = None  # [H, NC, 2, 64] fp32, inverse, of raw q and k
+    o: Tensor | None = None  # [T, HV, 128] bf16, if that is where G lies
+
+    @property
+    def step(self) -> int:
+        """From a chunk's G to the next one's of a head, in rows of the head."""
+        return 1 if self.o is None else 64
 
 
-def prep(k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor, *, q: Tensor | None = None, raw: Raw = READY) -> Prepared:
+def prep(
+    k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor, *, q: Tensor | None = None, raw: Raw = READY,
+    o: Tensor | None = None,
+) -> Prepared:  # fmt: skip
     """Launches the kernel; k [T, H, 128] bf16, rows a multiple of 16 bytes apart; g and beta [T, HV] fp32 or bf16;
     chunks [NC, 2] int32: first token and tokens of each. q like k, read if they are raw; A_log and dt_bias [HV] fp32.
+    o [T, HV, 128] bf16: has room for G until it is written.
     """
     NC, H, HV = chunks.shape[0], k.shape[1], g.shape[1]
     empty = partial(k.new_empty, dtype=torch.float32)
     A, broken = k.new_empty(HV, NC, 64, 64), k.new_empty(H, NC, dtype=torch.int32)
     lengths = empty(H, NC, 2, 64) if raw.l2norm else None
-    made = Prepared(A, empty(HV, NC, 64), broken, empty(HV, NC), lengths)
+    G = empty(HV, NC, 64) if o is None else o.view(torch.float32)
+    made = Prepared(A, G, broken, empty(HV, NC), lengths, o)
     if NC:
         queries = (q, q.stride(0) // 8) if raw.l2norm else (None, None)
         launch(
-            prep_kernel, (NC * H,), k, g, beta, chunks, *made[:4], NC, k.stride(0) // 8, *queries, lengths, raw.A_log,
-            raw.dt_bias, H=H, GROUP=HV // H, L2NORM=raw.l2norm, GATE=raw.A_log is not None,
+            prep_kernel, (NC * H,), k, g, beta, chunks, *made[:4], NC, made.step, k.stride(0) // 8, *queries, lengths,
+            raw.A_log, raw.dt_bias, H=H, GROUP=HV // H, L2NORM=raw.l2norm, GATE=raw.A_log is not None,
             BIAS=raw.dt_bias is not None, SIGMOID=raw.largest_beta if raw.sigmoid else 0, num_warps=1,
         )  # fmt: skip
     return made

@@ -44,12 +44,12 @@ class Adjoint(NamedTuple):
 
 def kept_tensors(l2norm: bool) -> int:
     """How many `keep` returns."""
-    return len(Prepared._fields) - (not l2norm)
+    return 4 + l2norm
 
 
 def keep(tape: Tape, states: Entered) -> tuple[Tensor, ...]:
     """What prep made."""
-    return tape.made if tape.raw.l2norm else tape.made[:4]  # there are lengths of raw q and k alone
+    return tape.made[: kept_tensors(tape.raw.l2norm)]  # there are lengths of raw q and k alone
 
 
 def restore(

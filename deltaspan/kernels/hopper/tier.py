@@ -68,13 +68,16 @@ STATE = torch.float32  # the type of states, and of what is made ready
 
 def prep(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grid: Grid, *, scale: float, unit_keys: bool,
-    raw: Raw = READY,
+    raw: Raw = READY, only: Runs | None = None,
 ) -> Tape:  # fmt: skip
     """Prepares every chunk; q, k [T, H, 128], v [T, HV, 128] bf16, g and beta [T, HV], ready or raw."""
     assert unit_keys, "select refuses other keys"
     (q, k, v, g, beta), raw = as_read(q, k, v, g, beta, raw)
     no_state(q.device)  # made here for the first time, and not between two launches that run side by side
-    made = prepared(k, g, beta, grid.table, q=q, raw=raw)
+    # halves of one walk would not wait for each other
+    lies_there = only is not None and only.whole(v.shape[1]) == only.count * v.shape[1]
+    o = v.new_empty(v.shape) if lies_there else None
+    made = prepared(k, g, beta, grid.table, q=q, raw=raw, o=o)
     return Tape(q, k, v, g, beta, made, grid, scale, raw, Tilings())
 
 

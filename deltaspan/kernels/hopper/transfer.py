@@ -55,13 +55,14 @@ LARGEST = gl.constexpr(4)  # log2 of a row's largest element then, at most: it c
 NO_MAP = gl.constexpr(-(2**31))  # the bits of -0.0, every element of a map that was not walked
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["step"])
 def transfer_kernel(
-    k_tiles, A_tiles, G, M, broken, reach, lengths, segments, NC, TERMS: gl.constexpr, H: gl.constexpr,
+    k_tiles, A_tiles, G, M, broken, reach, lengths, segments, NC, step, TERMS: gl.constexpr, H: gl.constexpr,
     GROUP: gl.constexpr, L2NORM: gl.constexpr, STAGES: gl.constexpr, CHAIN_REGISTERS: gl.constexpr,
     PREPARE_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles, reach, lengths and segments as `forward_kernel` has them; G [HV, NC, 64] fp32; M [S, HV, K, K] fp32.
+    """Tiles, reach, lengths, segments and step as `forward_kernel` has them; G [HV, NC, 64] fp32, or [T, HV, 64]; M
+    [S, HV, K, K] fp32.
 
     TERMS: 2; or 1, the control by which tests show that it needs two.
     """
@@ -75,7 +76,9 @@ def transfer_kernel(
     target = gl.load(segment + 4)
     n = (end - begin + CHUNK - 1) // CHUNK
     first = hv.to(gl.int64) * NC + chunk
-    decay = summed_decay(G + first * CHUNK, broken + (hv // GROUP) * NC + chunk, n)
+    G_row = gl.where(step > 1, begin.to(gl.int64) * HV + hv, first)
+    apart = gl.where(step > 1, step * HV * CHUNK, CHUNK)
+    decay = summed_decay(G + G_row * CHUNK + CHUNK - 1, apart, broken + (hv // GROUP) * NC + chunk, n)
     n = gl.where(chunks_felt(reach + first, n) == n, n, 0)
 
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], k_tiles.layout)
@@ -111,14 +114,14 @@ def transfer_kernel(
 
 
 @gluon.jit
-def summed_decay(G, broken, n):
+def summed_decay(G, apart, broken, n):
     """log2 of the decay over n chunks; NaN if a key among them breaks the promise of unit keys."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     lane = gl.arange(0, 128, layout=FLAT)
     total = 0.0
     for base in range(0, n, 128):
         held = base + lane < n
-        decay = gl.load(G + (base + lane) * CHUNK + CHUNK - 1, mask=held, other=0.0)
+        decay = gl.load(G + (base + lane).to(gl.int64) * apart, mask=held, other=0.0)
         whole = gl.load(broken + base + lane, mask=held, other=CHUNK) == CHUNK
         total = total + gl.sum(gl.where(whole, decay, float("nan")), 0)
     return total
@@ -244,7 +247,7 @@ def transfer(k: Tensor, made: Prepared, segments: Tensor, *, terms: int = 2, til
         shared = Tilings() if tilings is None else tilings
         launch(
             transfer_kernel, (n * HV,), shared.rows(k), shared.of(made.A, 64, 64, 64), made.G, M, made.broken,
-            made.reach, made.lengths, segments, NC, TERMS=terms, H=H, GROUP=HV // H, L2NORM=made.lengths is not None,
-            num_warps=4, **LAUNCH,
+            made.reach, made.lengths, segments, NC, made.step, TERMS=terms, H=H, GROUP=HV // H,
+            L2NORM=made.lengths is not None, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return M

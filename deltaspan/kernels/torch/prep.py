@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltaspan.kernels.stages import READY, Grid, Raw
+from deltaspan.kernels.stages import READY, Grid, Raw, Runs
 from deltaspan.kernels.torch.chunks import full_precision, to_chunks
 from deltaspan.kernels.torch.inputs import ready
 
@@ -53,7 +53,7 @@ class Tape(NamedTuple):
 @full_precision()
 def prep(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grid: Grid, *, scale: float,
-    unit_keys: bool, raw: Raw = READY,
+    unit_keys: bool, raw: Raw = READY, only: Runs | None = None,
 ) -> Tape:  # fmt: skip
     """Prepares every chunk; q, k [T, H, K], v [T, HV, V], g and beta [T, HV], ready or raw."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
