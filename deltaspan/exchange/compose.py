@@ -18,11 +18,12 @@ class Affine(Protocol):
         """M X + b; M [..., K, K], X and b [..., K, V]."""
 
     def chain(
-        self, M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool
+        self, M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool, in_place: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
         """Composes maps M [rows, HV, K, K], or a transposed view, and offsets b [rows, HV, K, V] along chains: [places,
         HV, K, K] where they are wanted, and [places, HV, K, V]. The state after a chain's member is what `merge` makes
-        of the state before it; before the first there is none."""
+        of the state before it; before the first there is none. in_place: every member's place is its offset's row, and
+        nobody else reads the offsets, so that they may be overwritten."""
 
     def tell(self, maps: Tensor | None, arrived: Tensor, reached: Tensor, way: Passage[Tensor]) -> None:
         """States arrived [n, HV, K, V] put into those of segments, reached [r, HV, K, V]: as they are where they

@@ -23,12 +23,13 @@ class Folded(NamedTuple):
 
 
 def fold(affine: Affine, way: Passage[Tensor], maps: Tensor, offsets: Tensor | None) -> Folded:
-    """Composes the segments' maps [rows, HV, K, K], and offsets [rows, HV, K, V] if given, along every fragment."""
+    """Composes the segments' maps [rows, HV, K, K], and offsets [rows, HV, K, V] if given, along every fragment; what
+    is composed may take the offsets' place."""
     if not way.chains.steps:  # nothing is cut, a fragment is its segment
         return Folded(None, None, maps, offsets)
     passed, states, reached = None, offsets, way.reached
     if way.composes:
-        passed, states = affine.chain(maps, offsets, way.chains, maps=way.chains.maps)
+        passed, states = affine.chain(maps, offsets, way.chains, maps=way.chains.maps, in_place=way.in_place)
     whole = maps.new_empty(0, *maps.shape[1:])
     if passed is not None:
         all_of_them = way.handed.shape[0] == passed.shape[0] - reached

@@ -86,7 +86,7 @@ def cut(view: RankView, segments: Cut, hv: int, sm_count: int, *, beside: bool =
         for name, w in walks.items()
         for column in _run_columns(w, chosen[name], named[name], *rows.get(name, known), grid)
     ]
-    columns += [c for way in ways for c in (*columns_of(way.chains), *way[3:])]
+    columns += [c for way in ways for c in (*columns_of(way.chains), *way[4:])]
     tensors = iter(upload(device, [*arrays.values(), *columns]))
     take = tensors.__next__
     indices = {name: take() for name in arrays}
@@ -131,4 +131,4 @@ def _whole(w: WalkOrder, sm_count: int) -> tuple[Callable[[int], int], Callable[
 
 
 def _passage(way: Passage[np.ndarray], take: Callable[[], Tensor]) -> Passage[Tensor]:
-    return Passage(chains_from(way.chains, take), way.composes, way.reached, *(take() for _ in way[3:]))
+    return Passage(chains_from(way.chains, take), *way[1:4], *(take() for _ in way[4:]))

@@ -36,7 +36,8 @@ class Passage(NamedTuple, Generic[Index]):
     """
 
     chains: Chains[Index]
-    composes: bool  # False if the chains leave all offsets as and where they are: of one member each, for segments
+    in_place: bool  # whether the chains put what is composed with an offset where that was
+    composes: bool  # False if they leave all offsets as and where they are: of one member each, for segments
     reached: int  # segments that state reaches
     arriving: Index  # [n], numbers of those that the exchange reaches
     through: Index  # [t], numbers of those behind the joints of the fragments that it reaches
@@ -94,8 +95,9 @@ def passages(part: Partition, rank: int, table: SegmentTable) -> tuple[Passage, 
         handed = count + np.flatnonzero(arrival[ends] >= 0)
         of_behind = reached[far[behind]], arrival[of_joint[behind]]
         _, offset, place = chains.table.T
-        unchanged = len(chains.steps) == 1 and len(place) == chains.places == count and np.array_equal(offset, place)
-        return Passage(chains, not unchanged, count, reached[begin[arriving]], *of_behind, handed)
+        in_place = len(place) == chains.places == count and np.array_equal(offset, place)
+        composes = not in_place or len(chains.steps) > 1
+        return Passage(chains, in_place, composes, count, reached[begin[arriving]], *of_behind, handed)
 
     before, after = table.joined, table.joined + 1
     forward = passage(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 import deltaspan as ds
-from deltaspan.plan import chains_of, chunk_grid, segment_table
+from deltaspan.plan import chains_of, chunk_grid, passages, segment_table
 from deltaspan.reference import chunked_gated_delta_rule
 from tests.emulator import DeviceFault, load, path_of, seeded
 from tests.helpers import same_bits
@@ -322,6 +322,22 @@ CHAINS = chains_of(  # of three members, of one, and of two; places 1 and 5 are 
                             [0, 6, 4, 2, 3, 7])),
     wanted=np.array([1, 0, 0, 0, 0, 0, 0, 1]), places=8,
 )  # fmt: skip
+
+
+def test_chains_in_the_place_of_their_offsets(rng: torch.Generator, machine: Machine) -> None:
+    way = passages(part := ds.partition([0, 700, 900], 1), 0, segment_table(part, 0, (2, 1, 1)))[0]
+    assert way.in_place and len(way.chains.steps) == 2
+    arrays = {name: torch.from_numpy(getattr(way.chains, name)).int() for name in ("table", "starts", "wanted")}
+    chains = way.chains._replace(**{name: x.to(machine.device) for name, x in arrays.items()})
+    M, b = (torch.randn(n, 2, 128, 128, generator=rng).to(machine.device) / 11 for n in (2, 4))
+    chain, given = machine.module("compose").chain, b.clone()
+    expected = chain(M, b, chains, maps=False)[1]
+    assert torch.equal(b, given)
+    found = chain(M, b, chains, maps=False, in_place=True)[1]
+    assert found is b and torch.equal(found, expected)
+    apart = given.new_empty(4, 3, 128, 128)[:, :2].copy_(given)  # among others', where it stays
+    assert torch.equal(chain(M, apart, chains, maps=False, in_place=True)[1], expected)
+    assert torch.equal(apart, given)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

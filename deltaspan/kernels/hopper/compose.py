@@ -129,14 +129,19 @@ def tell(maps: Tensor | None, arrived: Tensor, reached: Tensor, way: Passage[Ten
     )  # fmt: skip
 
 
-def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) -> tuple[Tensor | None, Tensor | None]:
+def chain(
+    M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool, in_place: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
     """Launches the chain kernel; M [rows, HV, 128, 128] fp32 or a transposed view of such, b [rows, HV, 128, 128] fp32,
     rows and heads any distance apart. Returns maps, with `maps`, and offsets, if any are given, [places, HV, 128, 128]
-    of what is composed up to each member; where nobody wants a map, or a place is no member's, it is left as it was."""
+    of what is composed up to each member; where nobody wants a map, or a place is no member's, it is left as it was.
+    in_place: as `exchange.Affine` has it. A program reads of an offset what it then writes there, and no more."""
     HV = M.shape[1]
     transposed = M.stride(-1) != 1
     out_maps = M.new_empty(chains.places, HV, 128, 128) if maps else None
-    out_offsets = M.new_empty(chains.places, HV, 128, 128) if b is not None else None
+    out_offsets = b
+    if b is not None and not (in_place and b.is_contiguous()):
+        out_offsets = M.new_empty(chains.places, HV, 128, 128)
     columns = (maps + (b is not None)) * (128 // 32)
     n = chains.wanted.shape[0]
     if n and HV and columns:

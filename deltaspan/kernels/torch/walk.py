@@ -38,9 +38,11 @@ def tell(maps: Tensor | None, arrived: Tensor, reached: Tensor, way: Passage[Ten
         reached[there] = merge(maps[there], arrived[way.source], reached[there])
 
 
-def chain(M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool) -> tuple[Tensor | None, Tensor | None]:
+def chain(
+    M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool, in_place: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
     """Composes maps M [rows, HV, K, K] and offsets b [rows, HV, K, V] along chains, by `merge`: [places, HV, K, K] and
-    [places, HV, K, V]. With `maps`, those of all chains, wanted or not."""
+    [places, HV, K, V]. With `maps`, those of all chains, wanted or not. Offsets are left as they are."""
     if b is None and not maps:
         return None, None
     offsets = M[..., :0] if b is None else b
