@@ -1,6 +1,7 @@
 """Where the Hopper tier runs in tests: on a GPU, and on the CPU by the emulator of its kernels."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -24,3 +25,13 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield "cpu"
     for cache in caches:
         cache.cache_clear()
+
+
+@pytest.fixture
+def dry(monkeypatch: pytest.MonkeyPatch, hopper: str) -> Any:
+    """The tier, on the CPU without its kernels: everything is asked for and nothing computed."""
+    tier = select.tier("hopper")
+    if hopper == "cpu":
+        for name in ("prepared", "forward", "transferred", "walked_back", "of_chunks", "chain", "unit"):
+            monkeypatch.setitem(getattr(tier, name).__globals__, "launch", lambda *args, **constants: None)
+    return tier

@@ -1,0 +1,233 @@
+"""What is foretold of a call's memory is what the call requests, to the byte: of torch here, of CUDA on a GPU."""
+
+from collections.abc import Callable, Generator
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import deltaspan as ds
+from deltaspan.exchange import AllGather, Beside, simulated
+from deltaspan.exchange.collectives import Ongoing
+from deltaspan.op import again
+from deltaspan.op.workspace import Watch
+from tests.op.hopper import requested
+from tests.op.support import LAYOUTS, leaf, offsets, split
+
+LENGTHS = [1300, 0, 70, 2, 900]
+HEADS = {"H": 2, "HV": 4}
+NORM, GATE, SIGMOID = "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"
+REPLAY, RESEND, FULL = {"boundary_mode": "replay"}, {"save_transfer": False}, {"save_mode": "full"}
+STATES = {"initial_state": True, "output_final_state": True}
+
+# What is asked for beside the heads: pairs of what may change the number.
+CALLS: list[dict[str, Any]] = [
+    {"direction": "forward"},
+    {"direction": "forward", "segments": 3, **STATES},
+    {"direction": "forward", "segments": 2, NORM: True, "exchange": "ring"},
+    {"direction": "forward", "segments": 2, "exchange": "all_gather", GATE: True, SIGMOID: True},
+    {},
+    {"segments": 1, NORM: True, **STATES},
+    {"segments": 3, **FULL, NORM: True, "exchange": "ring"},
+    {"segments": 2, **FULL, GATE: True, "output_final_state": True, "exchange": "all_gather"},
+    {"segments": 3, **REPLAY, SIGMOID: True},
+    {"segments": 1, **REPLAY, "exchange": "ring", "initial_state": True},
+    {"segments": 2, **RESEND, GATE: True, NORM: True},
+    {"segments": 3, **RESEND, "exchange": "all_gather", **STATES},
+    {"checkpoint": True},
+    {"checkpoint": True, "segments": 3, "exchange": "ring", **STATES},
+    {"checkpoint": True, "segments": 2, "exchange": "all_gather", NORM: True, SIGMOID: True},
+    {"checkpoint": True, "segments": 3, **FULL, GATE: True, "initial_state": True},
+    {"checkpoint": True, "segments": 2, **REPLAY, NORM: True, "output_final_state": True},
+    {"checkpoint": True, "segments": 1, **RESEND, SIGMOID: True, "exchange": "ring"},
+]
+
+
+def calling(ctx: ds.Context, rng: torch.Generator, call: dict[str, Any]) -> Callable[[], object]:
+    """The call that is asked about, by the public names, on operands that are there before."""
+    H, HV, N, options = *HEADS.values(), ctx.part.num_documents, {"backend": "hopper", **call}
+    direction, wrapped = options.pop("direction", "step"), options.pop("checkpoint", False)
+    given = options.pop("initial_state", False)
+
+    def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return (torch.rand(*shape, generator=rng) / 12).to(ctx.device, dtype)
+
+    def shards(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+        return ctx._each(lambda view: leaf(drawn(1, view.tokens, *shape, dtype=dtype)))
+
+    fp32 = {"dtype": torch.float32}
+    types = [torch.bfloat16 if options.get(name) else torch.float32 for name in (GATE, SIGMOID)]
+    x = [*(shards(heads, 128) for heads in (H, H, HV)), *(shards(HV, dtype=dtype) for dtype in types)]
+    named = {name: leaf(drawn(HV, **fp32)) for name in ("A_log", "dt_bias") if options.get(GATE)}
+    named |= {"initial_state": leaf(drawn(N, HV, 128, 128, **fp32))} if given else {}
+    do = [*flat(shards(HV, 128)), *flat(ctx._each(lambda view: drawn(N, HV, 128, 128, **fp32)))]
+    ranks = len(flat(x[0]))
+    do = do if options.get("output_final_state") else do[:ranks]
+
+    def region(*x: Any) -> tuple[Tensor, ...]:
+        shards = x if ctx._simulated is False else [list(x[i * ranks : (i + 1) * ranks]) for i in range(5)]
+        o, final = ds.chunk_gated_delta_rule(*shards, ctx, **named, **options)
+        return *flat(o), *(flat(final) if final is not None else ())
+
+    operands = [t for shard in x for t in flat(shard)]
+
+    def run() -> object:
+        if direction == "forward":
+            with torch.no_grad():
+                return region(*operands)
+        kept = {"use_reentrant": False, "preserve_rng_state": False}
+        results = checkpoint(region, *operands, **kept) if wrapped else region(*operands)
+        return results, torch.autograd.grad(results, [*operands, *named.values()], do)
+
+    return run
+
+
+def flat(x: Any) -> list[Tensor]:
+    return x if isinstance(x, list) else [x]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_rank_alone(dry: Any, hopper: str, rng: torch.Generator, layout: str) -> None:
+    """Also where its fragments cross to itself; on a GPU as it is, while it is recorded and from its recording."""
+    ctx = ds.build_context(split(offsets(LENGTHS), 1, layout), device=hopper, p_rule="occ", sm_count=12)
+    for call in CALLS:
+        run, foretold = calling(ctx, rng, call), ds.workspace_bytes(ctx, **HEADS, backend="hopper", **call)
+        run()  # what is made once is there
+        runs = 3 if hopper == "cuda" else 1
+        assert [requested(run, hopper) for _ in range(runs)] == [foretold] * runs, call
+
+
+def test_from_a_recording(dry: Any, hopper: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watched, which a call otherwise takes for a reason not to play what it has recorded."""
+    if hopper == "cuda":
+        pytest.skip("CUDA's allocator counts without a watch")
+    ctx = ds.build_context(split(offsets(LENGTHS), 1, "zigzag"), device=hopper, p_rule="occ", sm_count=12)
+    for call in CALLS:
+        run, foretold = calling(ctx, rng, call), ds.workspace_bytes(ctx, **HEADS, backend="hopper", **call)
+        run()
+        run()
+        with monkeypatch.context() as patched:
+            patched.setattr(again, "may_repeat", lambda ctx, tier: True)
+            assert requested(run, hopper) == foretold, call
+    assert any(isinstance(known, tuple) for cut in ctx._cuts.values() for known in cut.recordings.values())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_of_several_ranks(
+    dry: Any, hopper: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """All in lockstep, each watched by itself, with what NCCL's calls ask torch for."""
+    if hopper == "cuda":
+        pytest.skip("ranks that share a device share its allocator")
+    monkeypatch.setattr(again, "may_repeat", lambda ctx, tier: False)
+    for number, call in enumerate(CALLS):
+        part = split(offsets(LENGTHS), world_size, LAYOUTS[(number + world_size) % len(LAYOUTS)], rng)
+        ctx = ds.build_context(part, ds.SimulatedGroup(world_size), device=hopper, p_rule="occ", sm_count=12)
+        foretold = ds.workspace_bytes(ctx, **HEADS, backend="hopper", **call)
+        watches, ranks = [Watch() for _ in range(world_size)], cycle(range(world_size))
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                simulated, "one_by_one", lambda program, w=watches, r=ranks: of_a_group(program, w[next(r)])
+            )
+            calling(ctx, rng, call)()
+        assert [watch.peak for watch in watches] == foretold, (call, part.layout)
+        assert next(ranks) == 0
+
+
+def of_a_group(program: Any, watch: Watch) -> Generator[Any, Any, Any]:
+    """The program, watched: what it asks for beside its own work is held until it is waited for, and what arrives is
+    its own."""
+    arrived = None
+    while True:
+        with watch:
+            try:
+                asked = program.send(arrived)
+            except StopIteration as end:
+                return end.value
+            if isinstance(asked, Beside):
+                carried = asked.program(*asked.operands)
+        if isinstance(asked, Beside):
+            arrived = Ongoing((yield from of_a_group(carried, watch)), asked.operands if asked.worth else ())
+        elif isinstance(asked, Ongoing):
+            arrived = asked.result
+        else:
+            received = yield asked
+            with watch:
+                sent, rows = asked.send.contiguous(), []
+                if isinstance(asked, AllGather):
+                    row, most = asked.send.shape[1:], max(asked.counts)
+                    sent = asked.send.new_empty(most, *row)
+                    rows = [torch.empty_like(sent) for _ in asked.counts]
+                    asked.send.new_empty(len(rows), most, *row)
+                arrived = received.clone()  # only now nobody holds what arrived before
+                del sent, rows
+        del asked
+
+
+def test_of_whole_documents(dry: Any, hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures of docs/memory.md, for which nothing has to be there."""
+    if hopper == "cpu":
+        monkeypatch.setattr(dry, "_multiprocessors", lambda device: 132)
+    found = {}
+    for tokens in (127_488, 15_936):
+        ctx = ds.build_context(ds.partition([0, tokens], 1), device=hopper)
+        given = {"H": 16, "HV": 48, "segments": 11, "checkpoint": True, "backend": "hopper"}
+        for slabs in (1, 2, 4):
+            monkeypatch.setattr(dry, "_slabs", lambda *programs, slabs=slabs: slabs)
+            found[tokens, slabs] = round(ds.workspace_bytes(ctx, **given) / 2**20)
+    assert [*found.values()] == [10_871, 7_883, 6_389, 1_440, 1_067, 880]
+
+
+def test_nothing_is_left_behind(dry: Any, hopper: str) -> None:
+    """Neither memory, nor tables or recordings in the context; wherever it is asked."""
+    ctx = ds.build_context(split(offsets(LENGTHS), 1, "zigzag"), device=hopper, sm_count=12)
+    ask = {**HEADS, "segments": 2, "checkpoint": True, "backend": "hopper"}
+    first = ds.workspace_bytes(ctx, **ask)
+    asked = torch.cuda.memory_stats().get("allocation.all.allocated", 0) if hopper == "cuda" else None
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad, lambda: torch.autocast(hopper)):
+        with mode():
+            assert ds.workspace_bytes(ctx, **ask) == first
+    if hopper == "cuda":
+        assert torch.cuda.memory_stats().get("allocation.all.allocated", 0) == asked
+    assert not ctx._cuts
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"backend": "torch"}, "backend='torch' takes the torch tier here, .* measure a call"),
+        ({"direction": "backward"}, "direction must be one of .*'forward', 'step'.*, got 'backward'"),
+        ({"direction": "forward", "checkpoint": True}, "checkpoint=True belongs to direction='step'"),
+        ({"segments": 40}, "segments must be at most 21"),
+        ({"exchange": "post"}, "exchange must be one of"),
+        ({"HV": 3}, "HV=3 and H=2"),
+        ({"backend": "cuda"}, "backend must be one of"),
+    ],
+)
+def test_what_is_refused(hopper: str, changed: dict[str, Any], says: str) -> None:
+    ctx = ds.build_context(ds.partition(offsets(LENGTHS), 1), device=hopper)
+    with pytest.raises(ValueError, match=says):
+        ds.workspace_bytes(ctx, **({**HEADS, "backend": "hopper"} | changed))
+
+
+def test_refused_where_the_torch_tier_serves() -> None:
+    ctx = ds.build_context(ds.partition([0, 20], 1), device="cpu")
+    with pytest.raises(ValueError, match="backend='auto' takes the torch tier here"):
+        ds.workspace_bytes(ctx, **HEADS)
+    with pytest.raises(ValueError, match=r"compute capability 9\.0, not on cpu"):
+        ds.workspace_bytes(ctx, **HEADS, backend="hopper")
+
+
+def test_a_watch_counts_what_has_gone() -> None:
+    with Watch() as watch:
+        stays = torch.empty(100)
+        a = torch.empty(8)
+        b = a.view(2, 4) + 1  # 64 bytes beside each other
+        del a
+        c = b.mul_(2).new_empty(4)
+    assert watch.alive() == 400 + 32 + 16
+    del b, c
+    assert (watch.alive(), watch.peak, stays.nbytes) == (400, 64, 400)
