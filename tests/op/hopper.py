@@ -1,12 +1,9 @@
 """The Hopper tier through the public calls: bf16 packs of its head dim, and what all ranks make of them."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 import deltaspan as ds
-from deltaspan.op.workspace import Watch
 from tests.op.support import Pack, draw, listed, unlisted
 
 # Roundings of the state, of what is written and of A to bf16, 2^-9 each chunk: FLA and FlashQLA err 3.5e-3 to 4e-3.
@@ -34,17 +31,3 @@ def run(pack: Pack, ctx: ds.Context, **options) -> tuple[Tensor, Tensor]:
 
 def relative(found: Tensor, truth: Tensor) -> float:
     return ((found.double() - truth).norm() / truth.norm()).item()
-
-
-def requested(call: Callable[[], object], device: str) -> int:
-    """Bytes that a call requests at its peak above what is there: of CUDA's allocator, or of torch on the CPU."""
-    if device == "cpu":
-        with Watch() as watch:
-            call()
-        return watch.peak
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import deltaspan as ds
 from deltaspan.kernels import select
 from tests.helpers import same_bits
-from tests.op.hopper import drawn, requested
+from tests.op.hopper import drawn
+from tests.op.memory import requested
 from tests.op.support import leaf, offsets, split
 
 LAUNCHERS = ("prepared", "forward", "transferred", "walked_back", "of_chunks")

@@ -22,6 +22,7 @@ from deltaspan.bench.sides import Deltaspan
 from deltaspan.exchange import EXCHANGES
 from deltaspan.op import segments
 from tests.helpers import gloo, same_bits
+from tests.op.memory import CALLS, HEADS, calling, requested
 from tests.op.support import LAYOUTS, Pack, draw, run_convolution, run_rule, split
 
 pytestmark = pytest.mark.gpu
@@ -115,3 +116,21 @@ def test_a_step_is_captured_with_its_collectives(
         pytest.skip("needs compute capability 9.0")
     found = gloo(world_size).run(graphs, rng.initial_seed() % 2**31, exchange, backend)
     assert found == [[]] * world_size
+
+
+def memory_of_calls(seed: int, part: ds.Partition) -> list[tuple[Any, list[int]]]:
+    """By call, what was foretold and what three runs of it request on this rank."""
+    rng, found = torch.Generator().manual_seed(seed), []
+    for call in CALLS:
+        ctx = ds.build_context(part, nccl(), **PLAN)
+        foretold, run = ds.workspace_bytes(ctx, **HEADS, backend="hopper", **call), calling(ctx, rng, call)
+        run()  # what is made once is there
+        found.append((foretold, [requested(run, "cuda") for _ in range(3)]))
+    return found
+
+
+def test_memory_is_as_foretold(rng: torch.Generator, world_size: int) -> None:
+    part = split([0, 1300, 1300, 1370, 2270], world_size, "zigzag", rng)
+    for rank in gloo(world_size).run(memory_of_calls, rng.initial_seed(), part):
+        for call, (foretold, runs) in zip(CALLS, rank, strict=True):
+            assert runs == [foretold] * 3, call
