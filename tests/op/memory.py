@@ -32,6 +32,7 @@ CALLS: list[dict[str, Any]] = [
     {"segments": 2, **RESEND, GATE: True, NORM: True},
     {"segments": 3, **RESEND, "exchange": "all_gather", **STATES},
     {"checkpoint": True},
+    {"checkpoint": True, "segments": 1, "exchange": "all_gather"},
     {"checkpoint": True, "segments": 3, "exchange": "ring", **STATES},
     {"checkpoint": True, "segments": 2, "exchange": "all_gather", NORM: True, SIGMOID: True},
     {"checkpoint": True, "segments": 3, **FULL, GATE: True, "initial_state": True},

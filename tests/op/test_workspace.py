@@ -19,7 +19,7 @@ from tests.op.support import LAYOUTS, offsets, split
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_rank_alone(dry: Any, hopper: str, rng: torch.Generator, layout: str) -> None:
     """Also where its fragments cross to itself; on a GPU as it is, while it is recorded and from its recording."""
-    ctx = ds.build_context(split(offsets(LENGTHS), 1, layout), device=hopper, p_rule="occ", sm_count=12)
+    ctx = ds.build_context(split(offsets(LENGTHS), 1, layout), device=hopper, p_rule="occ", sm_count=40)
     for call in CALLS:
         run, foretold = calling(ctx, rng, call), ds.workspace_bytes(ctx, **HEADS, backend="hopper", **call)
         run()  # what is made once is there
@@ -31,7 +31,7 @@ def test_from_a_recording(dry: Any, hopper: str, rng: torch.Generator, monkeypat
     """Watched, which a call otherwise takes for a reason not to play what it has recorded."""
     if hopper == "cuda":
         pytest.skip("CUDA's allocator counts without a watch")
-    ctx = ds.build_context(split(offsets(LENGTHS), 1, "zigzag"), device=hopper, p_rule="occ", sm_count=12)
+    ctx = ds.build_context(split(offsets(LENGTHS), 1, "zigzag"), device=hopper, p_rule="occ", sm_count=40)
     for call in CALLS:
         run, foretold = calling(ctx, rng, call), ds.workspace_bytes(ctx, **HEADS, backend="hopper", **call)
         run()
@@ -52,7 +52,7 @@ def test_each_of_several_ranks(
     monkeypatch.setattr(again, "may_repeat", lambda ctx, tier: False)
     for number, call in enumerate(CALLS):
         part = split(offsets(LENGTHS), world_size, LAYOUTS[(number + world_size) % len(LAYOUTS)], rng)
-        ctx = ds.build_context(part, ds.SimulatedGroup(world_size), device=hopper, p_rule="occ", sm_count=12)
+        ctx = ds.build_context(part, ds.SimulatedGroup(world_size), device=hopper, p_rule="occ", sm_count=40)
         foretold = ds.workspace_bytes(ctx, **HEADS, backend="hopper", **call)
         watches, ranks = [Watch() for _ in range(world_size)], cycle(range(world_size))
         with monkeypatch.context() as patched:
@@ -110,7 +110,7 @@ def test_of_whole_documents(dry: Any, hopper: str, monkeypatch: pytest.MonkeyPat
 
 def test_nothing_is_left_behind(dry: Any, hopper: str) -> None:
     """Neither memory, nor tables or recordings in the context; wherever it is asked."""
-    ctx = ds.build_context(split(offsets(LENGTHS), 1, "zigzag"), device=hopper, sm_count=12)
+    ctx = ds.build_context(split(offsets(LENGTHS), 1, "zigzag"), device=hopper, sm_count=40)
     ask = {**HEADS, "segments": 2, "checkpoint": True, "backend": "hopper"}
     first = ds.workspace_bytes(ctx, **ask)
     asked = torch.cuda.memory_stats().get("allocation.all.allocated", 0) if hopper == "cuda" else None
