@@ -51,7 +51,8 @@ def test_each_of_several_ranks(
         pytest.skip("ranks that share a device share its allocator")
     monkeypatch.setattr(again, "may_repeat", lambda ctx, tier: False)
     for number, call in enumerate(CALLS):
-        part = split(offsets(LENGTHS), world_size, LAYOUTS[(number + world_size) % len(LAYOUTS)], rng)
+        lengths = LENGTHS if number % 2 else [4 * n for n in LENGTHS]  # for peaks within exchanges, and behind them
+        part = split(offsets(lengths), world_size, LAYOUTS[(number + world_size) % len(LAYOUTS)], rng)
         ctx = ds.build_context(part, ds.SimulatedGroup(world_size), device=hopper, p_rule="occ", sm_count=40)
         foretold = ds.workspace_bytes(ctx, **HEADS, backend="hopper", **call)
         watches, ranks = [Watch() for _ in range(world_size)], cycle(range(world_size))
