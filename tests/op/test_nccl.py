@@ -118,19 +118,18 @@ def test_a_step_is_captured_with_its_collectives(
     assert found == [[]] * world_size
 
 
-def memory_of_calls(seed: int, part: ds.Partition) -> list[tuple[Any, list[int]]]:
-    """By call, what was foretold and what three runs of it request on this rank."""
-    rng, found = torch.Generator().manual_seed(seed), []
-    for call in CALLS:
-        ctx = ds.build_context(part, nccl(), **PLAN)
-        foretold, run = ds.workspace_bytes(ctx, **HEADS, backend="hopper", **call), calling(ctx, rng, call)
-        run()  # what is made once is there
-        found.append((foretold, [requested(run, "cuda") for _ in range(3)]))
-    return found
+def memory(seed: int, part: ds.Partition, call: dict[str, Any]) -> tuple[int, list[int]]:
+    """What was foretold of a call, and what three runs of it request on this rank."""
+    ctx = ds.build_context(part, nccl(), **PLAN)
+    foretold = ds.workspace_bytes(ctx, **HEADS, backend="hopper", **call)
+    run = calling(ctx, torch.Generator().manual_seed(seed), call)
+    run()  # what is made once is there
+    return foretold, [requested(run, "cuda") for _ in range(3)]
 
 
-def test_memory_is_as_foretold(rng: torch.Generator, world_size: int) -> None:
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_memory_is_as_foretold(rng: torch.Generator, world_size: int, call: dict[str, Any]) -> None:
+    """While it is recorded, and from its recording."""
     part = split([0, 1300, 1300, 1370, 2270], world_size, "zigzag", rng)
-    for rank in gloo(world_size).run(memory_of_calls, rng.initial_seed(), part):
-        for call, (foretold, runs) in zip(CALLS, rank, strict=True):
-            assert runs == [foretold] * 3, call
+    for foretold, runs in gloo(world_size).run(memory, rng.initial_seed(), part, call):
+        assert runs == [foretold] * 3

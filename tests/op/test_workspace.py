@@ -16,9 +16,10 @@ from tests.op.memory import CALLS, HEADS, LENGTHS, calling, requested
 from tests.op.support import LAYOUTS, offsets, split
 
 
+@pytest.mark.timeout(600)  # on a GPU kernels are compiled
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_rank_alone(dry: Any, hopper: str, rng: torch.Generator, layout: str) -> None:
-    """Also where its fragments cross to itself; on a GPU as it is, while it is recorded and from its recording."""
+    """Also where its fragments cross to itself; on a GPU while it is recorded, and from its recording."""
     ctx = ds.build_context(split(offsets(LENGTHS), 1, layout), device=hopper, p_rule="occ", sm_count=40)
     for call in CALLS:
         run, foretold = calling(ctx, rng, call), ds.workspace_bytes(ctx, **HEADS, backend="hopper", **call)
