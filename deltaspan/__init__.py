@@ -23,6 +23,7 @@ _HOMES = {
     "packed_qkv_views": "deltaspan.op",
     "comm_bytes": "deltaspan.op",
     "saved_bytes": "deltaspan.op",
+    "workspace_bytes": "deltaspan.op",
     "chosen_backend": "deltaspan.kernels.select",
     "is_supported": "deltaspan.kernels.select",
 }

@@ -9,6 +9,7 @@ from deltaspan.exchange.compose import Affine
 from deltaspan.exchange.halo import HaloRoute, fetch_rows
 from deltaspan.exchange.joints import Folded, fold, spread
 from deltaspan.exchange.process_group import ProcessGroup
+from deltaspan.exchange.rehearsal import Rehearsal
 from deltaspan.exchange.reshard import gather_tokens, scatter_gradient
 from deltaspan.exchange.seams import Hop, Seams
 from deltaspan.exchange.simulated import SimulatedGroup
@@ -27,6 +28,7 @@ __all__ = [
     "PeerToPeer",
     "ProcessGroup",
     "Program",
+    "Rehearsal",
     "Seams",
     "SimulatedGroup",
     "Transport",

@@ -112,7 +112,7 @@ class ProcessGroup:
         size = row.numel() * asked.send.element_size()
         send = asked.send.contiguous().view(-1).view(torch.uint8)
         if f"{send.device.type}:gloo" in self._backends:
-            received = self._mail.exchange(asked, send.cpu(), size).to(send.device)
+            received = self._by_mail(asked, send, size)
         elif isinstance(asked, AllGather):
             received = self._all_gather(asked, send, size)
         else:
@@ -121,8 +121,14 @@ class ProcessGroup:
             if isinstance(asked, PeerToPeer):
                 self._peer_to_peer(received, send, *splits)
             else:
-                dist.all_to_all_single(received, send, *splits, group=self.group())
+                self._all_to_all(received, send, *splits)
         return received.view(asked.send.dtype).view(asked.arriving, *row)
+
+    def _by_mail(self, asked: Collective, send: Tensor, size: int) -> Tensor:
+        return self._mail.exchange(asked, send.cpu(), size).to(send.device)
+
+    def _all_to_all(self, received: Tensor, send: Tensor, recv_bytes: list[int], send_bytes: list[int]) -> None:
+        dist.all_to_all_single(received, send, recv_bytes, send_bytes, group=self.group())
 
     def _peer_to_peer(self, received: Tensor, send: Tensor, recv_bytes: list[int], send_bytes: list[int]) -> None:
         outgoing, incoming = send.split(send_bytes), received.split(recv_bytes)
@@ -141,8 +147,11 @@ class ProcessGroup:
         padded = send.new_zeros(max(asked.counts) * size)
         padded[: len(send)] = send
         rows = [torch.empty_like(padded) for _ in asked.counts]
-        dist.all_gather(rows, padded, group=self.group())
+        self._to_all(rows, padded)
         return torch.cat([row[: count * size] for row, count in zip(rows, asked.counts, strict=True)])
+
+    def _to_all(self, rows: list[Tensor], mine: Tensor) -> None:
+        dist.all_gather(rows, mine, group=self.group())
 
 
 @cache

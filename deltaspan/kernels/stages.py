@@ -32,6 +32,8 @@ from zero, so nobody has to make zeros, or one tensor of all runs' states.
     bytes = kept_bytes(chunks, H=, HV=, K=, V=, state_size=, l2norm=)
 
     recorder = recorder(operands, tables)           if the tier has one: watches a run of stages and makes a recording
+    with rehearsal(device):                         if memory is foretold: stages on the meta device do as on this one,
+                                                    and nothing is launched
 
     merge(M, X, b) = M X + b, for states [..., K, V]
     composed = chain(M, b, chains, maps=)           maps and offsets along plan.Chains, as exchange.Affine says

@@ -9,6 +9,7 @@ from deltaspan.op.recompute import RecomputeHandle
 from deltaspan.op.saved import Saved
 from deltaspan.op.sizes import comm_bytes, saved_bytes
 from deltaspan.op.together import told_to_others
+from deltaspan.op.workspace import workspace_bytes
 
 __all__ = [
     "Context",
@@ -23,4 +24,5 @@ __all__ = [
     "packed_qkv_views",
     "saved_bytes",
     "told_to_others",
+    "workspace_bytes",
 ]

@@ -64,7 +64,7 @@ def backward_again(
     """`backward_program`. kept: what the forward kept, which is let go of here."""
 
     def run() -> Program[Gradients]:
-        return backward_program(ctx, view, x, options, do, dfinal_state, kept.pop())
+        return backward_program(ctx, view, tier, x, options, do, dfinal_state, kept.pop())
 
     if not may_repeat(ctx, tier):
         return run()

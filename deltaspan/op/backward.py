@@ -6,7 +6,7 @@ from torch import Tensor
 
 from deltaspan.exchange import Beside, Program, carry_adjoints, fold, spread
 from deltaspan.op.context import Context
-from deltaspan.op.forward import arrive, common, prepare, raw, scale, set_out, stages
+from deltaspan.op.forward import arrive, common, prepare, raw, scale, set_out
 from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options
 from deltaspan.op.packed import into_one_row
@@ -36,6 +36,7 @@ class Gradients(NamedTuple):
 def backward_program(
     ctx: Context,
     view: RankView,
+    tier: Any,
     x: Operands,
     options: Options,
     do: Tensor,
@@ -46,7 +47,6 @@ def backward_program(
 
     Each tensor of `saved` is let go of at its last reader here, so that it does not stand beside what comes after.
     """
-    tier = stages(ctx, x, options)
     cut = ctx._cut(view, x.v.shape[1], options.segments)
     if saved is not None and saved.tape:
         operands = x.q, x.k, x.v, x.g, x.beta

@@ -90,12 +90,12 @@ def backward(
         None if t is None else check_like("dfinal_state", t, x.state_shape(ctx.part.num_documents), ctx.device)
         for t, x in zip(ctx._replicated("dfinal_state", dfinal_state), ranks, strict=True)
     ]
-    stages(ctx, ranks[0], options)
+    tier = stages(ctx, ranks[0], options)
     for s, view, x in zip(kept, ctx._views, ranks, strict=True):
         check_saved(s, ctx, view.rank, options, x)
     done = ctx._transport.run(
         [
-            backward_program(ctx, view, x, options, *rest)
+            backward_program(ctx, view, tier, x, options, *rest)
             for view, x, *rest in zip(ctx._views, ranks, dos, dfinals, kept, strict=True)
         ]
     )

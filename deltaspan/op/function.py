@@ -113,18 +113,23 @@ def chunk_gated_delta_rule(
         q, k, v = (as_autocast(x, ctx.device) for x in (q, k, v))
     given = given_to(ctx, q, k, v, g, beta, initial_state, A_log, dt_bias)
     check_given(ctx, options, given)
-    tier = stages(ctx, given[0], options)
+    o, final = called(ctx, stages(ctx, given[0], options), options, recompute_handle, given)
+    return ctx._unlisted(o), (ctx._unlisted(final) if output_final_state else None)
+
+
+def called(
+    ctx: Context, tier: Any, options: Options, handle: RecomputeHandle | None, given: list[Operands]
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    """Outputs and final states by rank, from checked operands as they were given, with what autograd needs."""
     recorded = torch.is_grad_enabled() and (ctx.part.world_size > 1 or any(_wants_gradient(x) for x in given))
     if recorded or _transformed():
         region = surrounding() if recorded else None
         flat = [anchor(ctx), *(t for x in given for t in x)]
-        results = _GatedDeltaRule.apply(ctx, tier, options, recompute_handle, region, *flat)
-        o, final = results[: len(given)], results[len(given) :]
-    else:
-        done = _run(ctx, tier, options, recompute_handle, [*map(without_batch, given)], keeps=False)
-        o, final = zip(*(f[:2] for f in done), strict=True)
-        o = batched(o, [x.q for x in given])
-    return ctx._unlisted(o), (ctx._unlisted(final) if output_final_state else None)
+        results = _GatedDeltaRule.apply(ctx, tier, options, handle, region, *flat)
+        return results[: len(given)], results[len(given) :]
+    done = _run(ctx, tier, options, handle, [*map(without_batch, given)], keeps=False)
+    o, final = zip(*(f[:2] for f in done), strict=True)
+    return batched(o, [x.q for x in given]), final
 
 
 def _wants_gradient(x: Operands) -> bool:
@@ -187,7 +192,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         tape = tier.kept_tensors(options.use_qk_l2norm_in_kernel)
         keeping = Keeping.of(options, region, flat, seams, tape)
         done = _run(ctx, tier, options, handle, ranks, output=keeping.output)
-        fn.context, fn.options, fn.given, fn.keeping = ctx, options, len(flat), keeping
+        fn.context, fn.tier, fn.options, fn.given, fn.keeping = ctx, tier, options, len(flat), keeping
         fn.templates = keeping.templates(options, done)
         fn.save_for_backward(*flat, *keeping.tensors(done))
         fn.set_materialize_grads(False)
@@ -202,11 +207,10 @@ class _GatedDeltaRule(torch.autograd.Function):
         given, kept = _by_rank(tensors[: fn.given]), fn.keeping.restore(fn.templates, tensors[fn.given :])
         del tensors
         ranks, W = [*map(without_batch, given)], len(given)
-        tier = stages(ctx, given[0], fn.options)
         done = ctx._transport.run(
             [
                 backward_again(
-                    ctx, view, tier, x, fn.options,
+                    ctx, view, fn.tier, x, fn.options,
                     torch.zeros_like(x.v) if grads[i] is None else squeeze(grads[i], "o's gradient", 3),
                     grads[W + i] if fn.options.output_final_state else None,
                     [kept.pop(0)],

@@ -30,7 +30,7 @@ def comm_bytes(
     exchange, boundary_mode, save_transfer: as given to the call. "replay" exchanges the forward's states twice.
     With a SimulatedGroup a list, one entry a rank. Raises ValueError for heads or options that no call accepts.
     """
-    _check(ctx, H, HV, K, V, dtype)
+    check_layer(ctx, H, HV, K, V, dtype)
     options = Options(exchange=exchange, boundary_mode=boundary_mode, save_transfer=save_transfer)
     channels = 2 * H * K + HV * V if channels is None else as_int("channels", channels, minimum=0)
     heads = {"HV": HV, "K": K, "V": V, "state_size": _state_size(dtype), "exchange": exchange}
@@ -60,7 +60,7 @@ def saved_bytes(
     exchange to backend: as given to the call.
     With a SimulatedGroup a list, one entry a rank. Raises ValueError for heads or options that no call accepts.
     """
-    _check(ctx, H, HV, K, V, dtype)
+    check_layer(ctx, H, HV, K, V, dtype)
     options = Options(
         exchange=exchange, segments=segments, save_mode=save_mode, boundary_mode=boundary_mode,
         save_transfer=save_transfer, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, backend=backend,
@@ -81,7 +81,8 @@ def saved_bytes(
     return ctx._each(of_rank)
 
 
-def _check(ctx: Context, H: int, HV: int, K: int, V: int, dtype: torch.dtype) -> None:
+def check_layer(ctx: Context, H: int, HV: int, K: int, V: int, dtype: torch.dtype) -> None:
+    """Raises TypeError or ValueError for what no call accepts."""
     if not isinstance(ctx, Context):
         raise TypeError(f"ctx must be a Context, from deltaspan.build_context, got {type(ctx).__name__}")
     for name, value in (("H", H), ("HV", HV), ("K", K), ("V", V)):

@@ -160,5 +160,6 @@ def upload(device: torch.device, arrays: list[np.ndarray]) -> list[Tensor]:
         return []
     whole = torch.from_numpy(np.concatenate([np.ravel(a).astype(np.int64, copy=False) for a in arrays]))
     if device.type == "cuda":
-        whole = whole.pin_memory().to(device, non_blocking=True)
+        whole = whole.pin_memory()
+    whole = whole.to(device, non_blocking=True)
     return [x.view(a.shape) for x, a in zip(whole.split([a.size for a in arrays]), arrays, strict=True)]

@@ -1,6 +1,5 @@
-"""Regions around the operation, ways to put checkpoints around them, and the memory that a step asks for."""
+"""Regions around the operation, and ways to put checkpoints around them."""
 
-import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -10,9 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -173,33 +169,3 @@ def uncheckpointed(region: Region, how: str) -> Region:
     if how.startswith("nested"):
         return lambda *leaves: region(*leaves[:5], leaves[5].cos()).cos()
     return (lambda *leaves: region(*leaves).cos()) if how.endswith("outside") else region
-
-
-class Watch(TorchDispatchMode):
-    """Weak references to all memory that is asked for, and the most of it that was there at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: dict[StorageWeakRef, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        results = operator(*args, **(kwargs or {}))
-        storages = [
-            {
-                StorageWeakRef(s): s.nbytes()
-                for s in (x.untyped_storage() for x in tree_leaves(t) if isinstance(x, Tensor))
-            }
-            for t in (results, args)
-        ]
-        self.asked |= {storage: size for storage, size in storages[0].items() if storage not in storages[1]}
-        self.peak = max(self.peak, sum(self._alive().values()))
-        return results
-
-    def alive(self) -> int:
-        gc.collect()
-        return sum(self._alive().values())
-
-    def _alive(self) -> dict[StorageWeakRef, int]:
-        self.asked = {storage: size for storage, size in self.asked.items() if not storage.expired()}
-        return self.asked

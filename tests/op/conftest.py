@@ -1,11 +1,12 @@
 """Where the Hopper tier runs in tests: on a GPU, and on the CPU by the emulator of its kernels."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from deltaspan.kernels import select
-from tests.emulator import load
+from tests.emulator import Kernel, load
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -24,3 +25,10 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield "cpu"
     for cache in caches:
         cache.cache_clear()
+
+
+@pytest.fixture
+def dry(monkeypatch: pytest.MonkeyPatch, hopper: str) -> Any:
+    """The tier, on the CPU without its kernels: everything is asked for and nothing computed."""
+    monkeypatch.setattr(Kernel, "__getitem__", lambda kernel, grid: lambda *args, **constants: None)
+    return select.tier("hopper")

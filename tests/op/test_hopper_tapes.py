@@ -13,21 +13,11 @@ from torch.utils.checkpoint import checkpoint
 import deltaspan as ds
 from deltaspan.kernels import select
 from tests.helpers import same_bits
-from tests.op.checkpoints import Watch
 from tests.op.hopper import drawn
+from tests.op.memory import requested
 from tests.op.support import leaf, offsets, split
 
 LAUNCHERS = ("prepared", "forward", "transferred", "walked_back", "of_chunks")
-
-
-@pytest.fixture
-def dry(monkeypatch: pytest.MonkeyPatch, hopper: str) -> Any:
-    """The tier, on the CPU without its kernels: everything is asked for and nothing computed."""
-    tier = select.tier("hopper")
-    if hopper == "cpu":
-        for name in (*LAUNCHERS, "chain", "unit"):
-            monkeypatch.setitem(getattr(tier, name).__globals__, "launch", lambda *args, **constants: None)
-    return tier
 
 
 def operands(rng: torch.Generator, T: int, H: int, HV: int, device: str) -> list[Tensor]:
@@ -198,16 +188,8 @@ def test_peak_of_a_step(
         return o.detach(), *torch.autograd.grad(o, x, do)
 
     step()  # tables are made
-    if hopper == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        step()
-        torch.cuda.synchronize()
-        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-    else:
-        with Watch() as watch:
-            step()
-        peak = watch.peak
+    peak = requested(step, hopper)
     foretold = step_bytes(T, H, HV, -(-T // 64), segments, slabs) + raw * T * 512 * H  # ready q and k
     assert abs(peak - foretold) < 0.002 * foretold  # an index here and there
+    heads = {"H": H, "HV": HV, "use_qk_l2norm_in_kernel": raw}
+    assert ds.workspace_bytes(ctx, **heads, checkpoint=True, segments=segments, backend="hopper") == peak

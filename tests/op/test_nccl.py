@@ -22,6 +22,7 @@ from deltaspan.bench.sides import Deltaspan
 from deltaspan.exchange import EXCHANGES
 from deltaspan.op import segments
 from tests.helpers import gloo, same_bits
+from tests.op.memory import CALLS, HEADS, calling, requested
 from tests.op.support import LAYOUTS, Pack, draw, run_convolution, run_rule, split
 
 pytestmark = pytest.mark.gpu
@@ -115,3 +116,20 @@ def test_a_step_is_captured_with_its_collectives(
         pytest.skip("needs compute capability 9.0")
     found = gloo(world_size).run(graphs, rng.initial_seed() % 2**31, exchange, backend)
     assert found == [[]] * world_size
+
+
+def memory(seed: int, part: ds.Partition, call: dict[str, Any]) -> tuple[int, list[int]]:
+    """What was foretold of a call, and what three runs of it request on this rank."""
+    ctx = ds.build_context(part, nccl(), **PLAN)
+    foretold = ds.workspace_bytes(ctx, **HEADS, backend="hopper", **call)
+    run = calling(ctx, torch.Generator().manual_seed(seed), call)
+    run()  # what is made once is there
+    return foretold, [requested(run, "cuda") for _ in range(3)]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_memory_is_as_foretold(rng: torch.Generator, world_size: int, call: dict[str, Any]) -> None:
+    """While it is recorded, and from its recording."""
+    part = split([0, 1300, 1300, 1370, 2270], world_size, "zigzag", rng)
+    for foretold, runs in gloo(world_size).run(memory, rng.initial_seed(), part, call):
+        assert runs == [foretold] * 3

@@ -174,7 +174,7 @@ def test_simulated_ranks_take_lists() -> None:
         ds.build_context(PART, ds.SimulatedGroup(3), device="cpu")
 
 
-@pytest.mark.parametrize("query", [ds.comm_bytes, ds.saved_bytes])
+@pytest.mark.parametrize("query", [ds.comm_bytes, ds.saved_bytes, ds.workspace_bytes])
 @pytest.mark.parametrize(
     ("H", "HV", "words"),
     [

@@ -175,7 +175,7 @@ def test_saved_bytes(rng: torch.Generator, layout: str, dtype: torch.dtype) -> N
 )
 def test_what_no_call_accepts_has_no_bytes(changed: dict[str, Any], says: str) -> None:
     given = {"ctx": simulate(ds.partition([0, 20], 2)), "H": 2, "HV": 4} | changed
-    for query in (ds.comm_bytes, ds.saved_bytes):
+    for query in (ds.comm_bytes, ds.saved_bytes, ds.workspace_bytes):
         with pytest.raises((ValueError, TypeError), match=says):
             query(**given)
     with pytest.raises(ValueError, match="channels must be at least 0"):

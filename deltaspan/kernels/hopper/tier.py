@@ -8,7 +8,9 @@ neither kept nor there as a whole: a backward makes both for a slab of heads, fo
 the next. What is kept, or handed on by a checkpoint's recompute, is what `prep` leaves.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -53,6 +55,7 @@ __all__ = [
     "prep",
     "pull_back",
     "recorder",
+    "rehearsal",
     "restore",
     "summaries",
     "tell",
@@ -192,6 +195,23 @@ def recorder(operands: Sequence[Tensor | None], tables: Iterable[Tensor]) -> Rec
     return Recorder(operands, (*tables, no_state(device)))
 
 
+class _Rehearsed(threading.local):
+    device: torch.device | None = None
+
+
+_rehearsed = _Rehearsed()
+
+
+@contextmanager
+def rehearsal(device: torch.device) -> Iterator[None]:
+    """Within it stages on the meta device, of which this thread asks, do as on `device`."""
+    before, _rehearsed.device = _rehearsed.device, device
+    try:
+        yield
+    finally:
+        _rehearsed.device = before
+
+
 def _slabs(H: int, programs: int, multiprocessors: int) -> int:
     """Through how many slabs of key heads a backward goes: at least two where there are as many heads, or the states
     and adjoints of all would stand beside all gradients. Equal ones if possible, for which kernels are the same."""
@@ -259,6 +279,10 @@ def _walked_back(adjoint: Adjoint, runs: Runs, leaving: Tensor, **how: Any) -> t
     return walked_back(*operands, tilings=tape.tilings, **how)
 
 
-@lru_cache
 def _multiprocessors(device: torch.device) -> int:
+    return _count_of(_rehearsed.device if device.type == "meta" else device)
+
+
+@lru_cache
+def _count_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
