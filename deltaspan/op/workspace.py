@@ -23,6 +23,7 @@ from deltaspan.op.operands import Operands
 from deltaspan.op.options import Options, check_choice, check_segments
 from deltaspan.op.sizes import check_layer
 from deltaspan.op.view import RankView, group_view, rank_view
+from deltaspan.plan import Cut
 
 META = torch.device("meta")
 
@@ -41,7 +42,7 @@ def workspace_bytes(
     initial_state: bool = False,
     output_final_state: bool = False,
     exchange: str = "all_to_all",
-    segments: int | None = None,
+    segments: Cut | None = None,
     save_mode: str = "light",
     boundary_mode: str = "saved",
     save_transfer: bool = True,
