@@ -251,7 +251,7 @@ def test_maps_keep_the_arithmetic_of_fp32(rng: torch.Generator, machine: Machine
 
 ONTO = {  # the same sums but for what tensor cores cut off
     "the map": (("gl.zeros([ROWS, HEAD_DIM], gl.float32, STATE)", "-T"), ("T = T - R", "T = -R")),
-    "the high half": (("U - high.to(gl.float32)", "U"), ("(U.to(", "((U - high.to(gl.float32)).to(")),
+    "the high half": (("U - high.to(gl.float32)", "U"), ("in_fp16(U),", "in_fp16(U - high.to(gl.float32)),")),
 }
 
 
@@ -449,6 +449,8 @@ FAULTS = {
     "the same half twice": ("forward", "behind % 2 * HALF", "behind % 1 * HALF"),
     "wrong phase": ("transfer", "mbarrier.wait(ready.index(b), (i >> 1) & 1)", "mbarrier.wait(ready.index(b), i & 1)"),
     "one half of the map lost": ("transfer", "                R = warpgroup_mma(r_low, x, R, is_async=True)\n", ""),
+    "both halves by one place": ("transfer", "ms.index(1)", "ms.index(0)"),
+    "both halves on one diagonal": ("transfer", "late(FIRST + row)", "late(row)"),
     "range forgotten": ("transfer", "        scaled = scaled + up\n", ""),
     "decay of the last chunks lost": ("transfer", "held = base + lane < n", "held = base + lane < n - 1"),
 }  # fmt: skip

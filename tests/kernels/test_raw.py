@@ -238,7 +238,7 @@ FAULTS = {
     "decay of another head": ("prep", "gl.load(A_log + h * GROUP + e)", "gl.load(A_log + h * GROUP)"),
     "sigmoid of half the size": ("prep", "sigmoid(strength, SIGMOID)", "sigmoid(strength, 1.0)"),
     "lengths of keys missing in maps": (
-        "transfer", "unit = unit.to(gl.float32) * inverse[:, None]", "unit = unit + 0.0"
+        "transfer", "unit = unit * inverse[:, None]", "unit = unit + 0.0"
     ),
 }  # fmt: skip
 

@@ -279,10 +279,10 @@ def prepare(given, inverse, STAGES: gl.constexpr, L2NORM: gl.constexpr, OUTPUT: 
 
 @gluon.jit
 def clear_behind(tile, held, to: gl.constexpr = 0.0):
-    """Sets the rows of a tile of 64 from `held` on to zero, or to what is given, whatever stands there."""
+    """Sets the rows of a tile, 64 or fewer, from `held` on to zero, or to what is given, whatever stands there."""
     WIDTH: gl.constexpr = tile.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    kept = late(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))) < held
+    kept = late(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, WIDE))) < held
     filling = gl.where(kept, 0.0, to).to(gl.bfloat16)
     tile.store(masked_or(tile.load(WIDE), mask(kept)[:, None], filling[:, None]))
 

@@ -51,11 +51,26 @@ def late(index):
 
 
 @gluon.jit
+def uniform(x):
+    """An integer that all threads of a warp have alike, so that the compiler knows it: what depends on it, such as a
+    loop's index and the descriptors of products, then lies in registers of the warp, and not in some of each thread."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def widened(x):
     """x of bf16 in fp32, two numbers by two instructions: the compiler would take a third to part them."""
     return gl.inline_asm_elementwise(
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], gl.float32, is_pure=True, pack=2
     )
+
+
+@gluon.jit
+def in_fp16(x):
+    """x of fp32 in fp16, two numbers by one instruction: the compiler may take each by itself and join them."""
+    return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit

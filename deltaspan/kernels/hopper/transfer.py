@@ -38,7 +38,15 @@ from deltaspan.kernels.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from deltaspan.kernels.hopper.instructions import exp2, let_next_begin, rounded_sum
+from deltaspan.kernels.hopper.instructions import (
+    exp2,
+    in_fp16,
+    late,
+    let_next_begin,
+    rounded_sum,
+    uniform,
+    widened,
+)
 from deltaspan.kernels.hopper.prep import Prepared
 
 # A walk holds M^T in 64 registers, and then both halves of it in 32 each and M^T K^T in 32, or a product in 64 and the
@@ -79,12 +87,15 @@ def transfer_kernel(
     G_row = gl.where(step > 1, begin.to(gl.int64) * HV + hv, first)
     apart = gl.where(step > 1, step * HV * CHUNK, CHUNK)
     decay = summed_decay(G + G_row * CHUNK + CHUNK - 1, apart, broken + (hv // GROUP) * NC + chunk, n)
-    n = gl.where(chunks_felt(reach + first, n) == n, n, 0)
+    n = uniform(gl.where(chunks_felt(reach + first, n) == n, n, 0))
+    decay = uniform(decay.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
 
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, HEAD_DIM], k_tiles.layout)
     ws = gl.allocate_shared_memory(gl.bfloat16, [STAGES, CHUNK, CHUNK], A_tiles.layout)
     keys = gl.allocate_shared_memory(gl.float16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
     xs = gl.allocate_shared_memory(gl.float16, [2, CHUNK, HEAD_DIM], k_tiles.layout)
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])  # a warp's 32 numbers in 32 banks
+    ms = gl.allocate_shared_memory(gl.float32, [2, HEAD_DIM, ROWS], SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -102,8 +113,8 @@ def transfer_kernel(
     out = M + (target * HV + hv).to(gl.int64) * (HEAD_DIM * HEAD_DIM)
     gl.warp_specialize(
         [
-            (walk, (out, keys, xs, ready, free, n, decay, 0, TERMS)),
-            (walk, (out, keys, xs, ready, free, n, decay, ROWS, TERMS)),
+            (walk, (out, ms.index(0), keys, xs, ready, free, n, decay, 0, TERMS)),
+            (walk, (out, ms.index(1), keys, xs, ready, free, n, decay, ROWS, TERMS)),
             (prepare, (ks, ws, keys, xs, full, empty, ready, free, of_keys, end - begin, n, STAGES, L2NORM)),
             (load, (k_tiles, A_tiles, ks, ws, full, empty, begin, hv * NC + chunk, n, (hv // GROUP) * HEAD_DIM,
                     STAGES)),
@@ -160,17 +171,21 @@ def prepare(
         k = ks.index(stage)
         held = tokens - i * CHUNK
         if held < CHUNK:
-            clear_behind(k, held)
+            for first in gl.static_range(
+                0, CHUNK, 8
+            ):  # a row a thread: more would be counted before the loop, and kept
+                clear_behind(k.slice(first, 8, 0), held - first)
             fence_async_shared()
             barrier()
         at = ws.index(stage).permute((1, 0))
         for first in gl.static_range(0, HEAD_DIM, PART):
             X = gl.zeros([CHUNK, PART], gl.float32, ACC)
             X = warpgroup_mma(at, k.slice(first, PART, 1), X, is_async=True)
-            unit = k.slice(first, PART, 1).load(WIDE)
-            if L2NORM:
-                unit = unit.to(gl.float32) * inverse[:, None]
-            keys.index(b).slice(first, PART, 1).store(unit.to(gl.float16))
+            for part in gl.static_range(first, first + PART, PART // 2):
+                unit = widened(k.slice(part, PART // 2, 1).load(WIDE))
+                if L2NORM:
+                    unit = unit * inverse[:, None]
+                keys.index(b).slice(part, PART // 2, 1).store(in_fp16(unit))
             X = warpgroup_mma_wait(0, deps=[X, at, k])[0]
             xs.index(b).slice(first, PART, 1).store(X.to(gl.float16))
         fence_async_shared()
@@ -183,15 +198,16 @@ def prepare(
 
 
 @gluon.jit
-def walk(out, keys, xs, ready, free, n, decay, FIRST: gl.constexpr, TERMS: gl.constexpr):
-    """64 rows of M^T, from FIRST on."""
+def walk(out, m, keys, xs, ready, free, n, decay, FIRST: gl.constexpr, TERMS: gl.constexpr):
+    """64 rows of M^T, from FIRST on. They go out by way of m, and are begun by a row that the compiler does not know:
+    places and addresses that both have in common would be laid by all along the walk."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     STATE_LEFT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STATE))
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, STATE))
-    T = gl.where((FIRST + row)[:, None] == column[None, :], 1.0, 0.0)
+    T = gl.where(late(FIRST + row)[:, None] == column[None, :], 1.0, 0.0)
     scaled = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, STATE))  # log2 of what a row was multiplied by
     for begin in range(0, n, FRESH):
         up = LARGEST - exponent(gl.max(gl.abs(T), 1))
@@ -209,12 +225,12 @@ def walk(out, keys, xs, ready, free, n, decay, FIRST: gl.constexpr, TERMS: gl.co
             U = gl.zeros([ROWS, CHUNK], gl.float32, ACC)
             U = warpgroup_mma(t, k, U, is_async=True)
             U, t, k = warpgroup_mma_wait(0, deps=[U, t, k])
-            high = U.to(gl.float16)
+            high = in_fp16(U)
             r = gl.convert_layout(high, STATE_LEFT)
             if TERMS == 2:
                 U = warpgroup_mma(t_low, k, U - high.to(gl.float32), is_async=True)
                 U, t_low, k = warpgroup_mma_wait(0, deps=[U, t_low, k])
-                r_low = gl.convert_layout(U.to(gl.float16), STATE_LEFT)
+                r_low = gl.convert_layout(in_fp16(U), STATE_LEFT)
             R = gl.zeros([ROWS, HEAD_DIM], gl.float32, STATE)
             R = warpgroup_mma(r, x, R, is_async=True)
             R, r, x = warpgroup_mma_wait(0, deps=[R, r, x])
@@ -228,7 +244,12 @@ def walk(out, keys, xs, ready, free, n, decay, FIRST: gl.constexpr, TERMS: gl.co
     nothing = gl.full([ROWS], NO_MAP, gl.int32, gl.SliceLayout(1, STATE)).to(gl.float32, bitcast=True)
     zero = gl.where(n > 0, 0.0, nothing)
     T = rounded_sum(T * gl.where(n > 0, exp2(decay - scaled.to(gl.float32)), nothing)[:, None], zero[:, None])
-    gl.store(out + column[None, :] * HEAD_DIM + (FIRST + row)[:, None], T)
+    m.permute((1, 0)).store(T)
+    barrier()
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, WIDE))
+    value = FIRST + gl.arange(0, ROWS, layout=gl.SliceLayout(0, WIDE))
+    gl.store(out + channel[:, None] * HEAD_DIM + value[None, :], m.load(WIDE))
 
 
 @gluon.jit
