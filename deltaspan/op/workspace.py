@@ -61,7 +61,8 @@ def workspace_bytes(
     output_final_state to backend: as given to the call. exchange counts as over the context's own backend.
 
     Operands are dense; g and beta fp32, or where they are raw in the operands' type, with a dt_bias. What is made once
-    and stays is not in it: a context's tables, a tile of 64 KiB a device. Nor are buffers that NCCL has of its own.
+    and stays is not in it: a context's tables, a tile of 64 KiB a device. Nor are buffers that NCCL has of its own; and
+    what a group exchanges over it torch may hold for longer, or let go of sooner, than a program does.
     With a SimulatedGroup a list, one entry a rank, each as if the ranks were a group's over NCCL.
 
     Raises:

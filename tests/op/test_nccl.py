@@ -118,18 +118,24 @@ def test_a_step_is_captured_with_its_collectives(
     assert found == [[]] * world_size
 
 
-def memory(seed: int, part: ds.Partition, call: dict[str, Any]) -> tuple[int, list[int]]:
-    """What was foretold of a call, and what three runs of it request on this rank."""
+def memory(seed: int, part: ds.Partition, call: dict[str, Any]) -> tuple[int, list[int], int]:
+    """What was foretold of a call, what three runs of it request on this rank, and what it exchanges at most."""
     ctx = ds.build_context(part, nccl(), **PLAN)
     foretold = ds.workspace_bytes(ctx, **HEADS, backend="hopper", **call)
     run = calling(ctx, torch.Generator().manual_seed(seed), call)
     run()  # what is made once is there
-    return foretold, [requested(run, "cuda") for _ in range(3)]
+    exchanged = ds.comm_bytes(
+        ctx, **HEADS, **{k: call[k] for k in ("exchange", "boundary_mode", "save_transfer") if k in call}
+    )
+    twice = 2 * sum(sum(exchanged[name]) for name in exchanged if "halo" not in name)  # a checkpoint exchanges again
+    return foretold, [requested(run, "cuda") for _ in range(3)], twice
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_memory_is_as_foretold(rng: torch.Generator, world_size: int, call: dict[str, Any]) -> None:
-    """While it is recorded, and from its recording."""
+    """While it is recorded, and from its recording; but for what is exchanged, which torch holds over NCCL until it
+    notices that a collective has ended: sooner or later from run to run."""
     part = split([0, 1300, 1300, 1370, 2270], world_size, "zigzag", rng)
-    for foretold, runs in gloo(world_size).run(memory, rng.initial_seed(), part, call):
-        assert runs == [foretold] * 3
+    for foretold, runs, exchanged in gloo(world_size).run(memory, rng.initial_seed(), part, call):
+        assert all(abs(run - foretold) <= exchanged for run in runs), (runs, foretold, exchanged)
+        assert exchanged or runs == [foretold] * 3
