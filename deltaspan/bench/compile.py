@@ -40,22 +40,21 @@ class Case:
     in_flight: int = 0  # loads that an arrival overtakes: what they load may be overwritten before
 
 
-def _prep(H: int, group: int, shared: int, instructions: int, *, raw: bool = False) -> Case:
+def _prep(H: int, group: int, warps: int, instructions: int, *, raw: bool = False) -> Case:
     further = {"q": "*bf16", "q_eighths": "i32", "lengths": "*fp32", "A_log": "*fp32", "dt_bias": "*fp32"}
     return Case(
         kernel="deltaspan.kernels.hopper.prep:prep_kernel",
         arguments={
-            "k": "*bf16", "g": "*fp32", "beta": "*fp32", "chunks": "*i32", "A": "*bf16", "G": "*fp32", "broken": "*i32",
-            "reach": "*fp32", "NC": "i32", "step": "i32", "eighths": "i32",
+            "k_tiles": "tiles<bf16[64, 128]>", "A_tiles": "tiles<bf16[64, 64]>", "g": "*fp32", "beta": "*fp32",
+            "chunks": "*i32", "G": "*fp32", "broken": "*i32", "reach": "*fp32", "NC": "i32", "step": "i32",
         } | (further if raw else {}),
         constants={"H": H, "GROUP": group, "L2NORM": raw, "GATE": raw, "BIAS": raw, "SIGMOID": 2.0 if raw else 0}
         | ({} if raw else dict.fromkeys(further)),
         num_warps=1,
-        registers=255,
-        shared=shared,
+        registers=64 * 1024 // (32 * warps) // 8 * 8,  # in eights, of a quarter of them to every fourth warp
+        shared=228 * 1024 // warps - 1024,  # which every program has beside its own
         instructions=instructions,
-        reason="8 warps a multiprocessor, which registers allow and shared memory does not limit; code within "
-        + ("64 KB" if raw else "48 KB"),
+        reason=f"{warps} warps a multiprocessor; code within " + ("64 KB" if raw else "48 KB"),
     )  # fmt: skip
 
 
@@ -197,10 +196,10 @@ CHAIN_ARGUMENTS = """maps offsets members starts wanted out_maps out_offsets map
 TRANSPOSED = {"PITCH": 1, "NEXT": 128}
 
 CASES = {
-    "prep, 16 key heads x 1": _prep(16, 1, 9 * 1024, 2300),
-    "prep, 16 key heads x 3": _prep(16, 3, 18 * 1024, 2950),
-    "prep, 2 key heads x 4": _prep(2, 4, 22 * 1024, 3250),
-    "raw prep": _prep(16, 3, 18 * 1024, 4096, raw=True),
+    "prep, 16 key heads x 1": _prep(16, 1, 12, 2000),
+    "prep, 16 key heads x 3": _prep(16, 3, 8, 2600),
+    "prep, 2 key heads x 4": _prep(2, 4, 8, 2900),
+    "raw prep": _prep(16, 3, 8, 3750, raw=True),
     "forward, 16 key heads x 3": _forward(16, 3, output=True, exits=False, instructions=2350),
     "forward, 2 key heads x 4": _forward(2, 4, output=True, exits=False, instructions=2350),
     "forward with exit states": _forward(16, 3, output=True, exits=True, instructions=2550),

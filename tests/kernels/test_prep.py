@@ -11,8 +11,9 @@ from torch.nn.functional import normalize
 
 import deltaspan as ds
 from deltaspan.kernels import select
+from deltaspan.kernels.stages import READY, Raw
 from deltaspan.plan import chunk_grid
-from tests.emulator import DeviceFault, launch, load, path_of
+from tests.emulator import DeviceFault, launch, load, path_of, seeded
 from tests.helpers import same_bits
 
 LENGTHS = (100, 1, 0, 64, 17)
@@ -87,8 +88,10 @@ def emulated(x: Inputs, source: str | None = None) -> Found:
     G, reach = torch.full((HV, NC, 64), torch.nan), torch.full((HV, NC), torch.nan)
     broken = torch.full((x.k.shape[1], NC), -1, dtype=torch.int32)
     H, raw = x.k.shape[1], {"L2NORM": False, "GATE": False, "BIAS": False, "SIGMOID": 0}
-    given = (x.k, x.g, x.beta, x.chunks, A, G, broken, reach, NC, x.k.stride(0) // 8, *[None] * 5)
-    launch(load(MODULE, source).prep_kernel, (NC * H,), *given, seed=5, H=H, GROUP=HV // H, **raw)
+    module = load(MODULE, source)
+    tiles = module.Tilings()
+    given = (tiles.rows(x.k), tiles.of(A, 64, 64, 64), x.g, x.beta, x.chunks, G, broken, reach, NC, 1, *[None] * 5)
+    launch(module.prep_kernel, (NC * H,), *given, seed=5, H=H, GROUP=HV // H, **raw)
     return Found(A, G, broken)
 
 
@@ -173,14 +176,91 @@ def test_strong_decay(rng: torch.Generator, tier: Callable[[Inputs], Found]) -> 
         torch.testing.assert_close(found.G.double(), G, rtol=1e-6, atol=1e-3)
 
 
+def spoilt(x: Inputs, chunk: int, raw: bool, device: str, source: str | None = None) -> tuple[list, list]:
+    """What prep leaves of one chunk, with all other rows as they are, and with NaN in their place; k has a pitch."""
+    if device == "cuda":
+        from deltaspan.kernels.hopper.prep import prep
+    else:
+        prep = load(MODULE, source).prep
+    (T, H, D), HV = x.k.shape, x.g.shape[1]
+    start, n = x.chunks[chunk].tolist()
+    found = []
+    for value in (None, torch.nan):
+        held = torch.full((2, T, 2 * H, D), torch.nan if value else 1.0, dtype=torch.bfloat16)
+        held[:, :, :H] = x.k
+        q, k = held[:, :, :H]
+        g, beta = x.g.clone(), x.beta.clone()
+        if value is not None:
+            for t in (q, k, g, beta):
+                t[:start], t[start + n :] = value, value
+        how = Raw(True, torch.zeros(HV, device=device), None, True) if raw else READY
+        with seeded(3):
+            made = prep(*(t.to(device) for t in (k, g, beta, x.chunks[chunk : chunk + 1])), q=q.to(device), raw=how)
+        found.append([t.cpu() for t in made if t is not None])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("raw", [False, True], ids=["ready", "raw"])
+@pytest.mark.parametrize("chunk", [1, 2, 4], ids=["36 tokens", "one token", "17 tokens at the end"])
+def test_rows_behind_a_chunk_are_not_felt(rng: torch.Generator, chunk: int, raw: bool, device: str) -> None:
+    """A tile of keys holds them, be they of the next document or no numbers."""
+    clean, found = spoilt(drawn(rng, H=1, group=2), chunk, raw, device)
+    assert all(map(same_bits, clean, found)) and all(t.isfinite().all() for t in found)
+    assert len(found) == 4 + raw and found[2].item() == 64
+
+
+MASKS = {
+    "in a diagonal block": "gl.where((column < n)[None, :], ",
+    "between blocks": "gl.where((row < felt)[:, None], ",
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("raw", [False, True], ids=["ready", "raw"])
+def test_rows_behind_a_chunk_would_be_felt(rng: torch.Generator, raw: bool, mask: str) -> None:
+    source, before = path_of(MODULE).read_text(), MASKS[mask]
+    assert source.count(before) == 1
+    without = source.replace(before, before.replace("< n)", "< 64)").replace("< felt)", "< 64)"))
+    clean, found = spoilt(drawn(rng, H=1, group=2), 1, raw, "cpu", without)
+    assert not (same_bits(clean[0], found[0]) and found[0].isfinite().all())  # raw, both may overflow
+
+
+@pytest.mark.parametrize("T", [1, 17, 63])
+def test_fewer_rows_than_a_tile_has(rng: torch.Generator, T: int) -> None:
+    """The copy engine fills what lies behind the tensor."""
+    x = drawn(rng, H=2, group=1)
+    x = Inputs(x.k[:T], x.g[:T], x.beta[:T], ds.partition([0, T], 1))
+    found, (A, _) = emulated(x), exact(x)
+    assert (found.A.double() - A).norm() / A.norm() <= 2e-3 and (found.broken == 64).all()
+
+
+def test_no_chunk_at_all(rng: torch.Generator) -> None:
+    x = drawn(rng)
+    made = load(MODULE).prep(x.k[:0], x.g[:0], x.beta[:0], x.chunks[:0])
+    assert made.A.shape == (6, 0, 64, 64) and made.reach.shape == (6, 0) and made.broken.shape == (2, 0)
+
+
+def test_tiles_are_those_of_the_launches_that_follow(rng: torch.Generator) -> None:
+    x, module = drawn(rng, H=1, group=1), load(MODULE)
+    tilings = module.Tilings()
+    with seeded(3):
+        made = module.prep(x.k, x.g, x.beta, x.chunks[:1], tilings=tilings)
+    held = [*tilings.values()]
+    assert held == [tilings.rows(x.k), tilings.of(made.A, 64, 64, 64)] and len(tilings) == 2
+
+
 FAULTS = {
-    "wrong row of n": ("n21, m21 = between(k2, r1,", "n21, m21 = between(k3, r1,"),
+    "wrong row of n": ("between(keys, felt, inverse, 2, 1,", "between(keys, felt, inverse, 3, 1,"),
     "low halves dropped": ("    acc = mma_v2(left_low, right_high, acc)\n", ""),
     "beta of the wrong row": ("strengths.index(e * 2 + pair).slice(i, 1, 1)", "strengths.index(e * 2).slice(i, 1, 1)"),
-    "unmasked keys": ("mask=(token < n)[:, None], other=0.0", "mask=(token < 64)[:, None], other=0.0"),
-    "upper half not cleared": ("    clear(out + 32, 32, 32)\n", ""),
-    "positions taken for tokens": ("by_token(x.to(gl.bfloat16))", "x.to(gl.bfloat16)"),
+    "upper half not cleared": ("place(tile, 1, o10, o11, none, none)", "place(tile, 1, o10, o11, o11, none)"),
+    "blocks in the wrong order": ("gl.permute(x, (0, 3, 2, 1))", "gl.permute(x, (0, 2, 3, 1))"),
     "diagonal of the wrong pair": ("diagonal.index(1).slice(0, 1, 0)", "diagonal.index(1).slice(1, 1, 0)"),
+    "rows below take up one row less": ("gl.where(row > i, x + ni", "gl.where(row > i + 1, x + ni"),
+    "keys that nobody has waited for": ("    mbarrier.wait(arrived, 0)\n    mbarrier.invalidate(arrived)", "    pass"),
+    "a tile handed on without a fence": ("        fence_async_shared()\n", ""),
+    "a tile written while it leaves": ("    store_wait(0)  # for", "    # for"),
 }  # fmt: skip
 
 

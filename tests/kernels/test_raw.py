@@ -229,7 +229,7 @@ FAULTS = {
         "forward", "gamma = keeps.index(b)", "gamma = reads.index(b)"
     ),
     "rows of A as they were": (
-        "prep", "    x = x * scale\n", "    x = x * SCALE\n"
+        "prep", "return (x * scale).to(", "return (x * SCALE).to("
     ),
     "one side of K K^T as it was": (
         "prep", "return n_ij * inverse.index(j).load(gl.SliceLayout(0, MMA))[None, :]", "return n_ij"

@@ -9,8 +9,9 @@ is also (diag(1/beta) + tril(K K^T, -1))^-1, which makes the off-diagonal merges
     A_ba = A_bb n_ba A_aa                                                  16 -> 32 -> 64, tensor cores
 
 with n = -K K^T, formed once for the group. Merges take fp16 operands as hi + lo, three products each, 22 bits: one
-alone (11 bits) misses the bf16 floor for collinear keys. Everything between the loads of k and the stores of A stays in
-registers but for the 16-blocks.
+alone (11 bits) misses the bf16 floor for collinear keys. Keys come and A goes by the copy engine, whole tiles of it; in
+between everything stays in registers but for the 16-blocks. A tile of keys may hold rows of the next document, or of
+nothing that is a number: what they are felt in is replaced by zeros, never multiplied by them.
 
 Raw operands are made ready on the way: g and beta as they are loaded, and of q and k the inverse lengths alone, which
 are stored for the kernels that follow. With r the keys' and K^ = diag(r) K the ready keys,
@@ -19,9 +20,6 @@ are stored for the kernels that follow. With r the keys' and K^ = diag(r) K the 
 
 so that (diag(r) A)^T K = A^T K^ and (Q K^T) diag(r) A = (Q K^^T) A need no other keys than those given. Before it is
 stored, A is as without.
-
-Tokens are relabelled inside a 16-block, position 8 t + 2 q + e for token 4 q + 2 t + e, so that a lane's accumulators
-are four neighbouring columns; products do not care about labels.
 """
 
 from functools import partial
@@ -30,7 +28,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltaspan.kernels.hopper.gluon import add, gl, gluon, launch, mma_v2
+from deltaspan.kernels.hopper.gluon import (
+    Tilings,
+    add,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    launch,
+    load_tile,
+    mbarrier,
+    mma_v2,
+    store_tile,
+    store_wait,
+)
 from deltaspan.kernels.hopper.raw import gate, inverse_length, sigmoid
 from deltaspan.kernels.stages import READY, Raw
 
@@ -47,29 +58,38 @@ BACK = gl.constexpr(2.0**-13)
 
 @gluon.jit(do_not_specialize=["step"])
 def prep_kernel(
-    k, g, beta, chunks, A, G, broken, reach, NC, step, eighths, q, q_eighths, lengths, A_log, dt_bias, H: gl.constexpr,
-    GROUP: gl.constexpr, L2NORM: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SIGMOID: gl.constexpr,
+    k_tiles, A_tiles, g, beta, chunks, G, broken, reach, NC, step, q, q_eighths, lengths, A_log, dt_bias,
+    H: gl.constexpr, GROUP: gl.constexpr, L2NORM: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
+    SIGMOID: gl.constexpr,
 ):  # fmt: skip
-    """k [T, H, 128] bf16, rows 8 * eighths apart; g and beta [T, H * GROUP], fp32 or bf16; chunks [NC, 2] int32: first
+    """k [T, H * 128] bf16 in tiles of [64, 128]; g and beta [T, H * GROUP], fp32 or bf16; chunks [NC, 2] int32: first
     token and tokens of each.
 
-    A [HV, NC, 64, 64] bf16, G [HV, NC, 64] fp32, or, with a step of 64 tokens from one to the next instead of 1, of a
-    chunk's first token in [T, HV, 64]. broken [H, NC] int32: the first row whose key breaks the promise of
-    unit keys, 64 if there is none. reach [HV, NC] fp32: log2 of a bound of the norm of the chunk's map, NaN if a key is
-    broken. Beyond a chunk's tokens rows and columns of A are zero, and G goes on with its last value. One program for
-    each chunk and key head, heads first.
+    A [HV * NC * 64, 64] bf16 in tiles of [64, 64], of [HV, NC]; G [HV, NC, 64] fp32, or, with a step of 64 tokens from
+    one to the next instead of 1, of a chunk's first token in [T, HV, 64]. broken [H, NC] int32: the first row whose key
+    breaks the promise of unit keys, 64 if there is none. reach [HV, NC] fp32: log2 of a bound of the norm of the
+    chunk's map, NaN if a key is broken. Beyond a chunk's tokens rows and columns of A are zero, and G goes on with its
+    last value. One program for each chunk and key head, heads first.
 
-    L2NORM: k is raw, and q like it, rows 8 * q_eighths apart; lengths [H, NC, 2, 64] fp32 receives the inverse lengths
-    of q and of k, and broken marks what is no number. GATE: g is raw, with A_log [H * GROUP] fp32 and, with BIAS,
-    dt_bias like it. SIGMOID: the largest beta, if beta is raw, else 0. What is not named here is not touched.
+    L2NORM: k is raw, and q [T, H, 128] bf16 like it, rows 8 * q_eighths apart; lengths [H, NC, 2, 64] fp32 receives the
+    inverse lengths of q and of k, and broken marks what is no number. GATE: g is raw, with A_log [H * GROUP] fp32 and,
+    with BIAS, dt_bias like it. SIGMOID: the largest beta, if beta is raw, else 0. What is not named here is not
+    touched.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     ROW: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     HV: gl.constexpr = H * GROUP
     h = gl.program_id(0) % H
     c = gl.program_id(0) // H
-    start = gl.load(chunks + 2 * c).to(gl.int64)
+    begin = gl.load(chunks + 2 * c)
+    start = begin.to(gl.int64)
     n = gl.load(chunks + 2 * c + 1)
+
+    keys = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, HEAD_DIM], k_tiles.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(arrived, count=1)
+    mbarrier.expect(arrived, CHUNK * HEAD_DIM * 2)
+    load_tile(k_tiles, [begin, h * HEAD_DIM], arrived, keys)
 
     row = gl.arange(0, CHUNK, layout=ROW)
     at = (start + row) * HV + h * GROUP
@@ -91,34 +111,30 @@ def prep_kernel(
     zero = gl.zeros([16, 16], gl.float32, MMA)
     if L2NORM:
         of_queries = lengths + (h.to(gl.int64) * NC + c) * (2 * CHUNK)
+        pitch = q_eighths * 8  # said so that 16 bytes can be loaded at once
+        queries = ()
+        for i in gl.static_range(4):  # all on their way before the first is waited for
+            queries = queries + (load_queries(q + start * pitch + h * HEAD_DIM, i * 16, n, pitch, MMA),)
         for i in gl.static_range(4):
-            x = load_keys(q + start * (q_eighths * 8) + h * HEAD_DIM, i * 16, n, q_eighths * 8, MMA)
-            measured(-mma_v2(x, as_right(x, MMA), zero), of_queries, i * 16, MMA)
+            measured(-mma_v2(queries[i], as_right(queries[i], MMA), zero), of_queries, i * 16, MMA)
 
     # n = -K K^T by 16-blocks of the lower half
-    pitch = eighths * 8  # said so that 16 bytes can be loaded at once
-    keys = k + start * pitch + h * HEAD_DIM
-    k0 = load_keys(keys, 0, n, pitch, MMA)
-    k1 = load_keys(keys, 16, n, pitch, MMA)
-    k2 = load_keys(keys, 32, n, pitch, MMA)
-    k3 = load_keys(keys, 48, n, pitch, MMA)
-    r0 = as_right(k0, MMA)
-    r1 = as_right(k1, MMA)
-    r2 = as_right(k2, MMA)
-    r3 = as_right(k3, MMA)
-    n00 = -mma_v2(k0, r0, zero)
-    n11 = -mma_v2(k1, r1, zero)
-    n22 = -mma_v2(k2, r2, zero)
-    n33 = -mma_v2(k3, r3, zero)
+    mbarrier.wait(arrived, 0)
+    mbarrier.invalidate(arrived)  # its place may become another's
+    n00 = along(keys, 0, n, MMA)
+    n11 = along(keys, 1, n, MMA)
+    n22 = along(keys, 2, n, MMA)
+    n33 = along(keys, 3, n, MMA)
 
     LONGEST: gl.constexpr = LARGEST if L2NORM else LONGEST_KEY
     first = gl.minimum(
-        gl.minimum(first_long(n00, 0, LONGEST, MMA), first_long(n11, 16, LONGEST, MMA)),
-        gl.minimum(first_long(n22, 32, LONGEST, MMA), first_long(n33, 48, LONGEST, MMA)),
+        gl.minimum(long_rows(n00, 0, LONGEST, MMA), long_rows(n11, 16, LONGEST, MMA)),
+        gl.minimum(long_rows(n22, 32, LONGEST, MMA), long_rows(n33, 48, LONGEST, MMA)),
     )
+    first = gl.min(gl.min(first, 1), 0)  # of all four blocks by one reduction
     gl.store(broken + h.to(gl.int64) * NC + c, first)
 
-    # by position, the inverse lengths of raw keys
+    # the inverse lengths of raw keys
     inverse = gl.allocate_shared_memory(gl.float32, [4, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if L2NORM:
         of_keys = lengths + (h.to(gl.int64) * NC + c) * (2 * CHUNK) + CHUNK
@@ -130,28 +146,27 @@ def prep_kernel(
         n11 = normalised(n11, inverse, 1, 1, MMA)
         n22 = normalised(n22, inverse, 2, 2, MMA)
         n33 = normalised(n33, inverse, 3, 3, MMA)
-    # rows from a broken key on are zero: NaN anyway, but what overflows there would make rows before NaN, too
-    sign1 = minus_before(first, 16, MMA)
-    sign2 = minus_before(first, 32, MMA)
-    sign3 = minus_before(first, 48, MMA)
-    n10, m10 = between(k1, r0, sign1, inverse, 1, 0, L2NORM, MMA)
-    n20, m20 = between(k2, r0, sign2, inverse, 2, 0, L2NORM, MMA)
-    n30, m30 = between(k3, r0, sign3, inverse, 3, 0, L2NORM, MMA)
-    n21, m21 = between(k2, r1, sign2, inverse, 2, 1, L2NORM, MMA)
-    n31, m31 = between(k3, r1, sign3, inverse, 3, 1, L2NORM, MMA)
-    n32, m32 = between(k3, r2, sign3, inverse, 3, 2, L2NORM, MMA)
+    # rows from a broken key on are zero: NaN anyway, but what overflows there would make rows before NaN, too; and so
+    # are those beyond the chunk. Products are formed here, not before, so that fewer operands are held at once
+    felt = gl.minimum(first, n)
+    n10, m10 = between(keys, felt, inverse, 1, 0, L2NORM, MMA)
+    n20, m20 = between(keys, felt, inverse, 2, 0, L2NORM, MMA)
+    n21, m21 = between(keys, felt, inverse, 2, 1, L2NORM, MMA)
+    n30, m30 = between(keys, felt, inverse, 3, 0, L2NORM, MMA)
+    n31, m31 = between(keys, felt, inverse, 3, 1, L2NORM, MMA)
+    n32, m32 = between(keys, felt, inverse, 3, 2, L2NORM, MMA)
 
     # the diagonal blocks, two at a time: pairs (0, 1) and (2, 3)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     HALF: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
     diagonal = gl.allocate_shared_memory(gl.float32, [2, 2, 256], PLAIN)
     strengths = gl.allocate_shared_memory(gl.float32, [GROUP * 2, 2, 16], PLAIN)
-    hi = gl.allocate_shared_memory(gl.float16, [GROUP * 2, 32, 16], HALF)  # A_ii transposed: [column, row], positions
+    hi = gl.allocate_shared_memory(gl.float16, [GROUP * 2, 32, 16], HALF)  # A_ii transposed: [column, row]
     lo = gl.allocate_shared_memory(gl.float16, [GROUP * 2, 32, 16], HALF)
-    diagonal.index(0).slice(0, 1, 0).store(gl.reshape(by_token(n00), (1, 256)))
-    diagonal.index(0).slice(1, 1, 0).store(gl.reshape(by_token(n11), (1, 256)))
-    diagonal.index(1).slice(0, 1, 0).store(gl.reshape(by_token(n22), (1, 256)))
-    diagonal.index(1).slice(1, 1, 0).store(gl.reshape(by_token(n33), (1, 256)))
+    diagonal.index(0).slice(0, 1, 0).store(gl.reshape(n00, (1, 256)))
+    diagonal.index(0).slice(1, 1, 0).store(gl.reshape(n11, (1, 256)))
+    diagonal.index(1).slice(0, 1, 0).store(gl.reshape(n22, (1, 256)))
+    diagonal.index(1).slice(1, 1, 0).store(gl.reshape(n33, (1, 256)))
     for e in gl.static_range(GROUP):
         strength = gl.where(row < first, betas[e], 0.0)  # of broken keys, as above
         b0, b1 = gl.split(gl.permute(gl.reshape(strength, (2, 32)), (1, 0)))
@@ -170,9 +185,13 @@ def prep_kernel(
     for pair in range(2):
         solve_pair(diagonal, strengths, hi, lo, pair, GROUP)
 
+    tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], A_tiles.layout)
     for e in range(GROUP):
-        out = A + ((h * GROUP + e).to(gl.int64) * NC + c) * (CHUNK * CHUNK)
-        merge(out, hi, lo, inverse, e * 2, n10, m10, n20, m20, n30, m30, n21, m21, n31, m31, n32, m32, L2NORM, MMA)
+        merge(tile, hi, lo, inverse, e * 2, n10, m10, n20, m20, n30, m30, n21, m21, n31, m31, n32, m32, L2NORM, MMA)
+        fence_async_shared()
+        barrier()
+        store_tile(A_tiles, [((h * GROUP + e) * NC + c) * CHUNK, 0], tile)
+    store_wait(0)
 
 
 @gluon.jit
@@ -184,11 +203,11 @@ def away_from_zero(beta):
 
 @gluon.jit
 def measured(n_ii, lengths, first, MMA: gl.constexpr):
-    """Inverse lengths of 16 rows by position, of -x x^T of theirs; stored by token, from row `first` on."""
-    position = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))
-    other = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))
-    inverse = inverse_length(gl.sum(gl.where(position[:, None] == other[None, :], -n_ii, 0.0), 1))
-    gl.store(lengths + first + token_of(position), inverse)
+    """Inverse lengths of 16 rows, of -x x^T of theirs; stored from row `first` on."""
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))
+    column = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))
+    inverse = inverse_length(gl.sum(gl.where(row[:, None] == column[None, :], -n_ii, 0.0), 1))
+    gl.store(lengths + first + row, inverse)
     return inverse
 
 
@@ -200,52 +219,79 @@ def normalised(n_ij, inverse, i: gl.constexpr, j: gl.constexpr, MMA: gl.constexp
 
 
 @gluon.jit
-def between(k_i, r_j, sign, inverse, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.constexpr, MMA: gl.constexpr):
-    """Halves of n_ij."""
-    n_ij = mma_v2(k_i, r_j, gl.zeros([16, 16], gl.float32, MMA)) * sign[:, None]
+def along(keys, i: gl.constexpr, n, MMA: gl.constexpr):
+    """n_ii, zero in columns beyond the chunk: of it the diagonal is read, and what stands above that in place of what
+    stands below."""
+    column = i * 16 + gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))
+    return gl.where((column < n)[None, :], -key_products(keys, i, i, MMA), 0.0)
+
+
+@gluon.jit
+def between(keys, felt, inverse, i: gl.constexpr, j: gl.constexpr, L2NORM: gl.constexpr, MMA: gl.constexpr):
+    """Halves of n_ij, zero in rows of the chunk from `felt` on: before are tokens, and so are all columns then."""
+    row = i * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))
+    n_ij = gl.where((row < felt)[:, None], -key_products(keys, i, j, MMA), 0.0)
     if L2NORM:
         n_ij = normalised(n_ij, inverse, i, j, MMA)
     return halves(n_ij)
 
 
 @gluon.jit
+def key_products(keys, i: gl.constexpr, j: gl.constexpr, MMA: gl.constexpr):
+    """Block (i, j) of K K^T."""
+    left = keys.slice(i * 16, 16, 0).load(gl.DotOperandLayout(0, MMA, 2))
+    right = keys.slice(j * 16, 16, 0).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
+    return mma_v2(left, right, gl.zeros([16, 16], gl.float32, MMA))
+
+
+@gluon.jit
 def solve_pair(diagonal, strengths, hi, lo, pair, GROUP: gl.constexpr):
-    """Two diagonal blocks of every value head by forward substitution: hi + lo of RANGE A_ii, transposed, by
-    position."""
+    """Two diagonal blocks of every value head by forward substitution: hi + lo of RANGE A_ii, transposed. Once a row is
+    known, all later ones take it up: sixteen sums that wait for nothing but that row, where each row by itself would
+    wait for a sum of its own."""
     CUBE: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 16, 1], [1, 1, 1], [2, 1, 0])  # block, column, row
     row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, CUBE)))[None, None, :]
     column = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, CUBE)))[None, :]
     solved = ()
     for e in gl.static_range(GROUP):
-        solved = solved + (gl.zeros([2, 16, 16], gl.float32, CUBE),)
+        solved = solved + (gl.where(row == column[:, :, None], gl.full([2, 16, 16], RANGE, gl.float32, CUBE), 0.0),)
     for i in gl.static_range(16):
-        ni = diagonal.index(pair).slice(i * 16, 16, 1).load(gl.SliceLayout(1, CUBE))[:, None, :]
-        unit = gl.where(column == i, RANGE, 0.0)
-        longer = ()
+        ni = diagonal.index(pair).slice(i * 16, 16, 1).load(gl.SliceLayout(1, CUBE))[:, None, :]  # n_ri, as n_ir
+        further = ()
         for e in gl.static_range(GROUP):
             x = solved[e]
-            a = gl.sum(gl.where(row < i, ni * x, -0.0), 2) + unit
-            a = a * strengths.index(e * 2 + pair).slice(i, 1, 1).load(gl.SliceLayout(2, CUBE))
-            longer = longer + (gl.where(row == i, a[:, :, None], x),)
-        solved = longer
+            a = row_of(x, i, row) * strengths.index(e * 2 + pair).slice(i, 1, 1).load(gl.SliceLayout(2, CUBE))
+            further = further + (gl.where(row > i, x + ni * a[:, :, None], gl.where(row == i, a[:, :, None], x)),)
+        solved = further
+        if i == 7:
+            barrier()  # or Triton 3.9 loads ahead until registers spill
     for e in gl.static_range(GROUP):
-        x = gl.reshape(solved[e], (2, 4, 2, 2, 4, 2, 2))  # columns (q, t, e), then rows (q, t, e)
-        x = gl.reshape(gl.permute(x, (0, 2, 1, 3, 5, 4, 6)), (32, 16))
-        h, l = halves(x)
+        h, l = halves(gl.reshape(solved[e], (32, 16)))
         hi.index(e * 2 + pair).store(h)
         lo.index(e * 2 + pair).store(l)
 
 
 @gluon.jit
+def row_of(x, i: gl.constexpr, row):
+    """Row i of x [block, column, row], a register of each lane: by bits, of which no order of sums remains."""
+    bits = gl.where(row == i, x.to(gl.int32, bitcast=True), 0)
+    return gl.reduce(bits, 2, either).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def either(a, b):
+    return a | b
+
+
+@gluon.jit
 def merge(
-    out, hi, lo, inverse, first, n10, m10, n20, m20, n30, m30, n21, m21, n31, m31, n32, m32, L2NORM: gl.constexpr,
+    tile, hi, lo, inverse, first, n10, m10, n20, m20, n30, m30, n21, m21, n31, m31, n32, m32, L2NORM: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
-    """One value head's A from its diagonal blocks (pairs `first` and `first + 1` of hi, lo) and n (n + m)."""
+    """One value head's A from its diagonal blocks (pairs `first` and `first + 1` of hi, lo) and n (n + m), to where the
+    one before it has left."""
     zero = gl.zeros([16, 16], gl.float32, MMA)
-    clear(out + 32, 32, 32)
-    clear(out + 16, 16, 16)
-    clear(out + 32 * CHUNK + 48, 16, 16)
+    none = gl.zeros([16, 16], gl.bfloat16, MMA)
     t0h, t0l = block(hi, lo, first, 0, True, MMA)  # A_00^T
     t1h, t1l = block(hi, lo, first, 1, True, MMA)
     t2h, t2l = block(hi, lo, first + 1, 0, True, MMA)
@@ -257,10 +303,13 @@ def merge(
     a10 = product(d1h, d1l, as_right(zh, MMA), as_right(zl, MMA), zero)
     s10 = product(as_left(zh, MMA), as_left(zl, MMA), as_right(d1h, MMA), as_right(d1l, MMA), zero)  # A_10^T
     a32 = product(d3h, d3l, as_right(yh, MMA), as_right(yl, MMA), zero)
-    put(out, 1, 0, a10, BACK * BACK, inverse, L2NORM, MMA)
-    put(out, 3, 2, a32, BACK * BACK, inverse, L2NORM, MMA)
-    put(out, 1, 1, joined(d1h, d1l, MMA), BACK, inverse, L2NORM, MMA)
-    put(out, 3, 3, joined(d3h, d3l, MMA), BACK, inverse, L2NORM, MMA)
+    o10 = written(1, a10, BACK * BACK, inverse, L2NORM, MMA)
+    o32 = written(3, a32, BACK * BACK, inverse, L2NORM, MMA)
+    o11 = written(1, joined(d1h, d1l, MMA), 1.0, inverse, L2NORM, MMA)
+    o33 = written(3, joined(d3h, d3l, MMA), 1.0, inverse, L2NORM, MMA)
+    store_wait(0)  # for the value head before, whose tile has been on its way since
+    barrier()
+    place(tile, 1, o10, o11, none, none)
     sh, sl = halves(s10 * BACK)
     sh = as_left(sh, MMA)
     sl = as_left(sl, MMA)
@@ -279,51 +328,39 @@ def merge(
     h21, l21 = halves(z21)
     h30, l30 = halves(z30)
     h31, l31 = halves(z31)
-    put(out, 2, 0, product(d2h, d2l, as_right(h20, MMA), as_right(l20, MMA), zero), BACK * BACK, inverse, L2NORM, MMA)
-    put(out, 2, 1, product(d2h, d2l, as_right(h21, MMA), as_right(l21, MMA), zero), BACK * BACK, inverse, L2NORM, MMA)
+    o20 = written(2, product(d2h, d2l, as_right(h20, MMA), as_right(l20, MMA), zero), BACK * BACK, inverse, L2NORM, MMA)
+    o21 = written(2, product(d2h, d2l, as_right(h21, MMA), as_right(l21, MMA), zero), BACK * BACK, inverse, L2NORM, MMA)
     a30 = product(fh, fl, as_right(h20, MMA), as_right(l20, MMA), zero)
-    put(out, 3, 0, product(d3h, d3l, as_right(h30, MMA), as_right(l30, MMA), a30), BACK * BACK, inverse, L2NORM, MMA)
+    o30 = written(3, product(d3h, d3l, as_right(h30, MMA), as_right(l30, MMA), a30), BACK * BACK, inverse, L2NORM, MMA)
     a31 = product(fh, fl, as_right(h21, MMA), as_right(l21, MMA), zero)
-    put(out, 3, 1, product(d3h, d3l, as_right(h31, MMA), as_right(l31, MMA), a31), BACK * BACK, inverse, L2NORM, MMA)
-    put(out, 2, 2, joined(d2h, d2l, MMA), BACK, inverse, L2NORM, MMA)
+    o31 = written(3, product(d3h, d3l, as_right(h31, MMA), as_right(l31, MMA), a31), BACK * BACK, inverse, L2NORM, MMA)
+    o22 = written(2, joined(d2h, d2l, MMA), 1.0, inverse, L2NORM, MMA)
+    place(tile, 2, o20, o21, o22, none)
     d0h, d0l = block(hi, lo, first, 0, False, MMA)
-    put(out, 0, 0, joined(d0h, d0l, MMA), BACK, inverse, L2NORM, MMA)
+    o00 = written(0, joined(d0h, d0l, MMA), 1.0, inverse, L2NORM, MMA)
+    place(tile, 0, o00, none, none, none)
+    place(tile, 3, o30, o31, o32, o33)
 
 
 @gluon.jit
-def load_keys(keys, first, n, pitch, MMA: gl.constexpr):
-    """16 keys or queries [positions, 128] from row `first` on as a left operand, zero beyond the chunk: 16-byte loads,
-    channels relabelled so that they are the operand's registers."""
+def load_queries(q, first, n, pitch, MMA: gl.constexpr):
+    """16 queries [16, 128] from row `first` on as a left operand, zero beyond the chunk: 16-byte loads, channels
+    relabelled so that they are the operand's registers."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
-    position = gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
+    token = first + gl.arange(0, 16, layout=gl.SliceLayout(1, WIDE))
     channel = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, WIDE))
-    token = first + token_of(position)
-    x = gl.load(keys + token[:, None] * pitch + channel[None, :], mask=(token < n)[:, None], other=0.0)
+    x = gl.load(q + token[:, None] * pitch + channel[None, :], mask=(token < n)[:, None], other=0.0)
     x = gl.permute(gl.reshape(x, (16, HEAD_DIM // 32, 4, 2, 2, 2)), (0, 1, 3, 4, 2, 5))
     return gl.convert_layout(gl.reshape(x, (16, HEAD_DIM)), gl.DotOperandLayout(0, MMA, 2))
 
 
 @gluon.jit
-def first_long(n_ii, first, LONGEST: gl.constexpr, MMA: gl.constexpr):
-    """The first row of a diagonal block, counted in the chunk, whose key's |k|^2 is not up to LONGEST; 64 for none."""
-    position = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))[:, None]
-    other = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))[None, :]
-    token = first + token_of(position)
-    long = (position == other) & ~(-n_ii <= LONGEST)  # a NaN is no unit key
-    return gl.min(gl.min(gl.where(long, token, CHUNK), 1), 0)
-
-
-@gluon.jit
-def minus_before(row, first, MMA: gl.constexpr):
-    """-1 for rows of a block before this one of the chunk, else 0."""
-    position = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))
-    return gl.where(first + token_of(position) < row, -1.0, 0.0)
-
-
-@gluon.jit
-def token_of(position):
-    """In its 16-block."""
-    return ((position >> 1) & 3) * 4 + (position >> 3) * 2 + (position & 1)
+def long_rows(n_ii, first, LONGEST: gl.constexpr, MMA: gl.constexpr):
+    """On a diagonal block's diagonal, where a key's |k|^2 is not up to LONGEST: its row in the chunk; else 64."""
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA))[:, None]
+    column = gl.arange(0, 16, layout=gl.SliceLayout(0, MMA))[None, :]
+    long = (row == column) & ~(-n_ii <= LONGEST)  # a NaN is no unit key
+    return gl.where(long, first + row, CHUNK)
 
 
 @gluon.jit
@@ -366,40 +403,28 @@ def block(hi, lo, pair, which: gl.constexpr, TRANSPOSED: gl.constexpr, MMA: gl.c
 
 @gluon.jit
 def joined(high, low, MMA: gl.constexpr):
-    return gl.convert_layout(high, MMA).to(gl.float32) + gl.convert_layout(low, MMA).to(gl.float32)
+    """BACK (high + low), exact: as a product, for which no half is converted or moved."""
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, RIGHT))[:, None]
+    column = gl.arange(0, 16, layout=gl.SliceLayout(0, RIGHT))[None, :]
+    identity = gl.where(row == column, gl.full([16, 16], BACK, gl.float32, RIGHT), 0.0).to(gl.float16)
+    return mma_v2(high, identity, mma_v2(low, identity, gl.zeros([16, 16], gl.float32, MMA)))
 
 
 @gluon.jit
-def by_token(x):
-    """[16, 16] by position -> by token; within registers."""
-    x = gl.permute(gl.reshape(x, (2, 4, 2, 2, 4, 2)), (1, 0, 2, 4, 3, 5))
-    return gl.reshape(x, (16, 16))
-
-
-@gluon.jit
-def put(
-    out, i: gl.constexpr, j: gl.constexpr, x, SCALE: gl.constexpr, inverse, L2NORM: gl.constexpr, MMA: gl.constexpr
-):  # fmt: skip
-    """Stores block (i, j) of A, SCALE times x, and with raw keys each row times its inverse length; 8 bytes a lane."""
-    TILE: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [2, 0]], [[0, 4], [0, 8], [1, 0], [4, 0], [8, 0]], [], [], [16, 16]
-    )
-    row = gl.arange(0, 16, layout=gl.SliceLayout(1, TILE))
-    column = gl.arange(0, 16, layout=gl.SliceLayout(0, TILE))
+def written(i: gl.constexpr, x, SCALE: gl.constexpr, inverse, L2NORM: gl.constexpr, MMA: gl.constexpr):
+    """A block of A's rows from 16 i on: SCALE times x, and with raw keys each row times its inverse length."""
     scale = SCALE
     if L2NORM:
         scale = (inverse.index(i).load(gl.SliceLayout(1, MMA)) * SCALE)[:, None]
-    x = x * scale
-    at = out + (i * 16 * CHUNK + j * 16) + row[:, None] * CHUNK + column[None, :]
-    gl.store(at, gl.convert_layout(by_token(x.to(gl.bfloat16)), TILE))
+    return (x * scale).to(gl.bfloat16)
 
 
 @gluon.jit
-def clear(out, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    TILE: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [1, 1], [1, 0])
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
-    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, TILE))
-    gl.store(out + row[:, None] * CHUNK + column[None, :], gl.zeros([ROWS, COLUMNS], gl.bfloat16, TILE))
+def place(tile, i: gl.constexpr, a, b, c, d):
+    """Rows of A from 16 i on, by their blocks [16, 16]."""
+    x = gl.join(gl.join(a, b), gl.join(c, d))
+    tile.slice(i * 16, 16, 0).store(gl.reshape(gl.permute(x, (0, 3, 2, 1)), (16, CHUNK)))
 
 
 class Prepared(NamedTuple):
@@ -420,11 +445,11 @@ class Prepared(NamedTuple):
 
 def prep(
     k: Tensor, g: Tensor, beta: Tensor, chunks: Tensor, *, q: Tensor | None = None, raw: Raw = READY,
-    o: Tensor | None = None,
+    o: Tensor | None = None, tilings: Tilings | None = None,
 ) -> Prepared:  # fmt: skip
     """Launches the kernel; k [T, H, 128] bf16, rows a multiple of 16 bytes apart; g and beta [T, HV] fp32 or bf16;
     chunks [NC, 2] int32: first token and tokens of each. q like k, read if they are raw; A_log and dt_bias [HV] fp32.
-    o [T, HV, 128] bf16: has room for G until it is written.
+    o [T, HV, 128] bf16: has room for G until it is written. tilings: for launches after this one.
     """
     NC, H, HV = chunks.shape[0], k.shape[1], g.shape[1]
     empty = partial(k.new_empty, dtype=torch.float32)
@@ -433,10 +458,12 @@ def prep(
     G = empty(HV, NC, 64) if o is None else o.view(torch.float32)
     made = Prepared(A, G, broken, empty(HV, NC), lengths, o)
     if NC:
+        shared = Tilings() if tilings is None else tilings
         queries = (q, q.stride(0) // 8) if raw.l2norm else (None, None)
         launch(
-            prep_kernel, (NC * H,), k, g, beta, chunks, *made[:4], NC, made.step, k.stride(0) // 8, *queries, lengths,
-            raw.A_log, raw.dt_bias, H=H, GROUP=HV // H, L2NORM=raw.l2norm, GATE=raw.A_log is not None,
-            BIAS=raw.dt_bias is not None, SIGMOID=raw.largest_beta if raw.sigmoid else 0, num_warps=1,
+            prep_kernel, (NC * H,), shared.rows(k), shared.of(A, 64, 64, 64), g, beta, chunks, *made[1:4], NC,
+            made.step, *queries, lengths, raw.A_log, raw.dt_bias, H=H, GROUP=HV // H, L2NORM=raw.l2norm,
+            GATE=raw.A_log is not None, BIAS=raw.dt_bias is not None, SIGMOID=raw.largest_beta if raw.sigmoid else 0,
+            num_warps=1,
         )  # fmt: skip
     return made

@@ -80,8 +80,8 @@ def prep(
     # halves of one walk would not wait for each other
     lies_there = only is not None and only.whole(v.shape[1]) == only.count * v.shape[1]
     o = v.new_empty(v.shape) if lies_there else None
-    made = prepared(k, g, beta, grid.table, q=q, raw=raw, o=o)
-    return Tape(q, k, v, g, beta, made, grid, scale, raw, Tilings())
+    made = prepared(k, g, beta, grid.table, q=q, raw=raw, o=o, tilings=(tilings := Tilings()))
+    return Tape(q, k, v, g, beta, made, grid, scale, raw, tilings)
 
 
 def exit_states(tape: Tape, runs: Runs, entry: Tensor) -> Tensor:
