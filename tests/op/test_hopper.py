@@ -2,6 +2,7 @@
 what it refuses."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -134,6 +135,21 @@ def test_capture_and_no_wait(rng: torch.Generator) -> None:
     captured.fill_(torch.nan)
     graph.replay()
     assert same_bits(captured, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_thread_of_its_own(rng: torch.Generator, calls: int) -> None:
+    """Which has no CUDA context before its first launch, that of a kernel with descriptors; run, and played."""
+    pack = drawn(rng, LENGTHS, "cuda")
+    ctx = ds.build_context(ds.partition(pack.cu_seqlens, 1))
+
+    def forward() -> torch.Tensor:
+        return ds.forward(*pack[1:6], ctx, backend="hopper")[0]
+
+    expected = [forward() for _ in range(calls)][-1]
+    with ThreadPoolExecutor(1) as thread:
+        assert same_bits(thread.submit(forward).result(), expected)
 
 
 @pytest.mark.gpu

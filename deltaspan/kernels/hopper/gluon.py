@@ -28,6 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from deltaspan.kernels.hopper.driver import bind_context
+
 # Renamed after Triton 3.6, where the old names stay behind and raise.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of the threads of a partition
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # (tiles, place, mbarrier, shared)
@@ -177,6 +179,7 @@ class Ready:
         self, grid: tuple[int, ...], device: int | None, arguments: tuple, where: Where, pointers: list[int]
     ) -> None:
         if self.run is None or hooked():
+            bind_context()
             self.compiled[grid](*arguments, *self.constants)
             return
         passed = [*arguments]
@@ -212,10 +215,15 @@ class Ready:
             return None
         self.descriptors = how
         more = list(signature(make_tensordesc_arg).parameters)[2:]  # one after Triton 3.6, which needs no value
-        self.encode = partial(make_tensordesc_arg, **dict.fromkeys(more)) if more else make_tensordesc_arg
+        self.encodes = partial(make_tensordesc_arg, **dict.fromkeys(more)) if more else make_tensordesc_arg
         self.stream = triton.runtime.driver.active.get_current_stream
         self.function, self.metadata = self.compiled.function, self.compiled.packed_metadata
         return run
+
+    def encode(self, x: Any, how: Any) -> Any:
+        """A descriptor as the device takes it."""
+        bind_context()
+        return self.encodes(x, how)
 
     def map_at(self, address: int, shaped: tuple[Any, ...], number: int) -> Any:
         """As the device takes the descriptor of that number, with such tiles, at an address."""

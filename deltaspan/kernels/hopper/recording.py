@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from deltaspan.kernels.hopper.driver import bind_context
 from deltaspan.kernels.hopper.gluon import Ready, Tiles, hooked
 
 MOST_ENCODED = 1024  # 128 bytes each
@@ -125,6 +126,7 @@ class Recording(NamedTuple):
                 if by_address:
                     self._at_once(step, at, maps, device.index)
                 else:  # as whoever hooks into launches, another Triton or the emulator want them
+                    bind_context()
                     step.ready.compiled[step.grid](*self._arguments(step, held), *step.ready.constants)
             elif kind is Allocation:
                 shape, strides, dtype = step
