@@ -1,7 +1,7 @@
 """What CUDA's driver wants of a thread before it encodes a descriptor: a current context.
 
-A thread of torch's backward has none until the runtime launches or allocates something there, and torch's allocator gives
-out what it has without asking the runtime.
+A thread of torch's backward has none until the runtime launches or allocates something there, and torch's allocator
+gives out what it has without asking the runtime.
 """
 
 import ctypes
