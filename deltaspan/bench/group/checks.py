@@ -16,7 +16,7 @@ from deltaspan.verify.cases import FACTORS, Case
 from deltaspan.verify.checks import rows_of
 from deltaspan.verify.run import CaseRun
 
-WAYS = ("checkpoint", "recompute handle")  # both without reentrance
+WAYS = ("checkpoint", "reentrant checkpoint", "recompute handle")
 CHECKS = ("forward", "gradients", "convolution", "processes = simulated ranks", "shard and unshard")
 
 
