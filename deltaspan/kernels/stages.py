@@ -8,8 +8,8 @@ from zero, so nobody has to make zeros, or one tensor of all runs' states.
 
     tape = prep(q, k, v, g, beta, grid, scale=, unit_keys=, raw=, only=)
         q, k [T, H, K]   v [T, HV, V]   g, beta [T, HV]        what does not depend on the state, per chunk
-        only: runs of all segments, if one walk over them with output is the last that reads the tape, so that
-        something of it may lie where the output will
+        only: runs of all segments, and of those that are mapped, if one walk over the former with output is the last
+        that reads the tape and nothing crosses ranks, so that something of it may lie where the output will
     b = exit_states(tape, runs, entry)
         entry [E, HV, K, V] -> b [n, HV, K, V]
     M = transfer(tape, runs)

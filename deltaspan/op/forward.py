@@ -39,8 +39,8 @@ def forward_program(
     Without `output` o is None; without `keeps`, for a run that nobody will lead back, `saved` may be.
     """
     cut = ctx._cut(view, x.v.shape[1], options.segments)
-    read_once = output and not keeps and cut.early is None
-    tape = prepare(tier, view, x, options, only=cut.every if read_once else None)
+    read_once = output and not keeps and view.seams.none
+    tape = prepare(tier, view, x, options, only=(cut.every, cut.through) if read_once else None)
     walked = {"output": output, "exits": options.output_final_state}
     if entered is None:
         underway = yield from set_out(tier, view, cut, x, options, tape, beside=cut.early is not None)
@@ -102,7 +102,7 @@ def arrive(
     return entry, Saved(ctx, view.rank, options, shapes(x), entered, cut.bridging(M), kept) if keeps else None
 
 
-def prepare(tier: Any, view: RankView, x: Operands, options: Options, only: Runs | None = None) -> Any:
+def prepare(tier: Any, view: RankView, x: Operands, options: Options, only: tuple[Runs, Runs] | None = None) -> Any:
     given = {"scale": scale(x, options), "unit_keys": options.unit_keys, "raw": raw(x, options), "only": only}
     return tier.prep(x.q, x.k, x.v, x.g, x.beta, view.grid, **given)
 

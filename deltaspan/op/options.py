@@ -84,6 +84,7 @@ class Options:
         return self.boundary_mode == "saved"
 
 
+MOST_SHARES = 1 << 20  # of all segments of a fragment: times its chunks they have to fit into 64 bits
 KEYWORDS = {*(field.name for field in fields(Options)), "workspace"}
 
 
@@ -125,8 +126,13 @@ def check_segments(segments: Cut | None, part: Partition) -> None:
 
 def _cut(segments: object) -> Cut:
     """As given: a count, or the relative lengths of segments."""
+    if getattr(segments, "ndim", 0):
+        raise TypeError(f"segments must be an integer or a tuple of such, got {type(segments).__name__}")
     if not isinstance(segments, list | tuple):
         return as_int("segments", segments, minimum=1)
     if not segments:
         raise ValueError("segments must be a count, or relative lengths such as (2, 1, 2); got none")
-    return tuple(as_int(f"segments[{i}]", share, minimum=1) for i, share in enumerate(segments))
+    shares = tuple(as_int(f"segments[{i}]", share, minimum=1) for i, share in enumerate(segments))
+    if sum(shares) > MOST_SHARES:
+        raise ValueError(f"segments must add up to at most {MOST_SHARES}, got {shares}: give a shorter ratio")
+    return shares

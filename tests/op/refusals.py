@@ -165,6 +165,14 @@ OPTIONS = (
         "lengths of segments beyond the chunks": Bad(
             V, r"segments must be at most 1 \(.*: 1\), got \(2, 1\)", lambda r: r.rule(segments=(2, 1))
         ),
+        "lengths of segments beyond 64 bits": Bad(
+            V,
+            r"segments must add up to at most 1048576, got",
+            lambda r: r.rule(segments=(2**60, 2**60)),
+        ),
+        "segments as an array": Bad(
+            T, "segments must be an integer or a tuple of such, got Tensor", lambda r: r.rule(segments=torch.ones(3))
+        ),
         "segments of backward": Bad(V, "segments must be at most 1", lambda r: r.backward(segments=2)),
         "reuse of a recompute without autograd": Bad(
             V,

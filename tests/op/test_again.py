@@ -122,14 +122,21 @@ def test_operands_of_other_kinds_are_recorded_by_themselves(
         assert same_bits(o.detach(), same.detach()) and not played
 
 
+@pytest.mark.parametrize(("sm_count", "in_its_place"), [(1, True), (1000, False)])
 def test_what_nobody_leads_back_is_recorded_by_itself(
-    hopper: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, played: list
+    hopper: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, played: list, sm_count: int, in_its_place: bool
 ) -> None:
-    ctx, given = ds.build_context(ds.partition(DOCUMENTS, 1), device=hopper), drawn(rng, hopper)
+    ctx = ds.build_context(ds.partition(DOCUMENTS, 1), device=hopper, sm_count=sm_count)
+    given = drawn(rng, hopper)
+    tier, lies = select.tier("hopper"), []
+    prepared = tier.prepared
+    monkeypatch.setattr(tier, "prepared", lambda *a, o, **b: lies.append(o is not None) or prepared(*a, o=o, **b))
     for plays in (0, 0, 1):
         with torch.no_grad():
-            ds.chunk_gated_delta_rule(*given[:5], ctx, backend="hopper")
+            o, _ = ds.chunk_gated_delta_rule(*given[:5], ctx, backend="hopper")
         assert len(played) == plays
+    assert lies == [in_its_place] * 2  # running sums, if walks are one program each
+    assert same_bits(o, run(monkeypatch, ctx, given)[0])
     found = step(ctx, given, wrap=True)
     assert len(played) == 1 and all(map(same_bits, found, run(monkeypatch, ctx, given, wrap=True)))
 

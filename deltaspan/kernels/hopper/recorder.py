@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
         self.steps: list[Step] = []
         self.descriptors: dict[tuple, Descriptor] = {}
         self.device = next(x for x in operands if x is not None).device
-        self.sources = [None if x is None else (x.shape, x.stride(), x.data_ptr()) for x in operands]
+        self.sources = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr()) for x in operands]
         self.known = {id(x): (i, 0) for i, x in enumerate(operands) if x is not None}
         self.gone: dict[int, Callable[[], bool]] = {}  # of what is made or told, by its source's number: whether it is
         self.told: dict[int, tuple[Any, int]] = {}  # answers that are no tensors, by id: weakly, and as sources
@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
             else:
                 self.told[id(x)] = held = ref(x), len(self.sources)
                 self.gone[len(self.sources)] = lambda held=held: held[0]() is None
-                self.sources.append(((), (), 0))
+                self.sources.append(((), (), None, 0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         named = kwargs or {}
@@ -109,16 +109,16 @@ class Recorder(TorchDispatchMode):
     def _look(self, x: Tensor, base: Tensor) -> None:
         """At `base` in another way; of what is not known there, nobody knows here."""
         self.known.pop(id(x), None)
-        self.recordable &= x.dtype == base.dtype
         if id(base) in self.known:
             source, offset = self.known[id(base)]
+            self.recordable &= x.dtype == base.dtype or offset == x.storage_offset() == base.storage_offset() == 0
             self.known[id(x)] = source, offset + x.storage_offset() - base.storage_offset()
 
     def _make(self, x: Tensor) -> None:
         self.recordable &= x.device == self.device
         self.known[id(x)] = len(self.sources), 0
         self.gone[len(self.sources)] = StorageWeakRef(x.untyped_storage()).expired
-        self.sources.append((x.shape, x.stride(), x.data_ptr()))
+        self.sources.append((x.shape, x.stride(), x.dtype, x.data_ptr()))
 
     def _replaced(self, x: Any) -> Any:
         """Tensors by places, also in lists."""
@@ -180,16 +180,16 @@ class Recorder(TorchDispatchMode):
 
     def _place(self, x: Tensor) -> Place | None:
         if id(x) in self.tables:
-            return Place(x, 0, x.shape, x.stride(), 0, whole=True)
+            return Place(x, 0, x.shape, x.stride(), 0, whole=True, dtype=None)
         if id(x) not in self.known:
             self.recordable = False
             return None
         source, offset = self.known[id(x)]
-        *shaped, address = self.sources[source]
+        *shaped, dtype, address = self.sources[source]
         behind = offset * x.element_size() if x.numel() else 0  # of nothing the address is 0
         self.recordable &= not x.numel() or x.data_ptr() == address + behind  # or it is not what was known by this id
         whole = offset == 0 and [x.shape, x.stride()] == shaped
-        return Place(source, offset, x.shape, x.stride(), behind, whole)
+        return Place(source, offset, x.shape, x.stride(), behind, whole, x.dtype if x.dtype != dtype else None)
 
     def _end(self) -> None:
         for source in [source for source, is_gone in self.gone.items() if is_gone()]:

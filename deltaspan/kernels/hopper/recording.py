@@ -30,9 +30,11 @@ class Place(NamedTuple):
     strides: tuple[int, ...]
     bytes: int  # of the offset
     whole: bool  # as its source is
+    dtype: torch.dtype | None  # as which its source is read from its first byte on, if not as its own
 
     def among(self, held: Sequence[Any]) -> Tensor:
         x = self.source if isinstance(self.source, Tensor) else held[self.source]
+        x = x if self.dtype is None else x.view(self.dtype)
         return x if self.whole else x.as_strided(self.shape, self.strides, x.storage_offset() + self.offset)
 
 

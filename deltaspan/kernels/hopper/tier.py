@@ -66,20 +66,19 @@ __all__ = [
 
 MOST_SLABS = 4  # a fifth would save another 5 % of a step's peak
 WAVES = 2  # that the programs of a slab's walk fill at least, or its last ones leave too much of the device idle
+MAP_CHUNKS = 256  # whose running sums, of one head, are as many bytes as a map
 STATE = torch.float32  # the type of states, and of what is made ready
 
 
 def prep(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grid: Grid, *, scale: float, unit_keys: bool,
-    raw: Raw = READY, only: Runs | None = None,
+    raw: Raw = READY, only: tuple[Runs, Runs] | None = None,
 ) -> Tape:  # fmt: skip
     """Prepares every chunk; q, k [T, H, 128], v [T, HV, 128] bf16, g and beta [T, HV], ready or raw."""
     assert unit_keys, "select refuses other keys"
     (q, k, v, g, beta), raw = as_read(q, k, v, g, beta, raw)
     no_state(q.device)  # made here for the first time, and not between two launches that run side by side
-    # halves of one walk would not wait for each other
-    lies_there = only is not None and only.whole(v.shape[1]) == only.count * v.shape[1]
-    o = v.new_empty(v.shape) if lies_there else None
+    o = v.new_empty(v.shape) if only is not None and _saves(*only, v.shape[1], grid) else None
     made = prepared(k, g, beta, grid.table, q=q, raw=raw, o=o, tilings=(tilings := Tilings()))
     return Tape(q, k, v, g, beta, made, grid, scale, raw, tilings)
 
@@ -210,6 +209,12 @@ def rehearsal(device: torch.device) -> Iterator[None]:
         yield
     finally:
         _rehearsed.device = before
+
+
+def _saves(every: Runs, through: Runs, heads: int, grid: Grid) -> bool:
+    """Whether sums that lie where o will are worth that o stands beside the maps. On halves of V two programs would
+    overwrite what the other reads."""
+    return every.whole(heads) == every.count * heads and MAP_CHUNKS * through.table.shape[0] < grid.start.shape[0]
 
 
 def _slabs(H: int, programs: int, multiprocessors: int) -> int:

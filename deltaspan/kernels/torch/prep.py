@@ -53,7 +53,7 @@ class Tape(NamedTuple):
 @full_precision()
 def prep(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, grid: Grid, *, scale: float,
-    unit_keys: bool, raw: Raw = READY, only: Runs | None = None,
+    unit_keys: bool, raw: Raw = READY, only: tuple[Runs, Runs] | None = None,
 ) -> Tape:  # fmt: skip
     """Prepares every chunk; q, k [T, H, K], v [T, HV, V], g and beta [T, HV], ready or raw."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
