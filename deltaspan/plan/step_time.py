@@ -101,7 +101,7 @@ def least_plan_time(rank: RankChunks, cut: Cut, hv: int, sm_count: int, times: S
     work = sum(run.chunks * run.count for run in rank.runs)
     walk, *back = (min(of.step + of.crowd, 2 * of.half) for of in (times.walk, times.back, times.states))
     walk, back = work * hv * walk // sm_count, work * _slab(hv) * sum(back) // sm_count
-    return 2 * walk + SLABS * back + 3 * _told(rank, cut, hv, times) + _told_back(rank, cut, hv, times)
+    return 2 * walk + SLABS * back + 3 * _told(rank, cut, hv, times) + _told(rank, cut, hv, times, back=True)
 
 
 def soonest(rank: RankChunks, most: int, hv: int, sm_count: int, times: StepTimes) -> Cut:
@@ -230,7 +230,7 @@ def _phases(
 @lru_cache(maxsize=1 << 16)
 def _alike(rank: RankChunks, cut: Cut, hv: int, sm_count: int, times: StepTimes) -> tuple[int, int, int]:
     """What takes as long whatever decays: states that are told, the walk, the walks back with what is told there."""
-    back = _walked_back(rank, cut, hv, sm_count, times) + _told_back(rank, cut, hv, times)
+    back = _walked_back(rank, cut, hv, sm_count, times) + _told(rank, cut, hv, times, back=True)
     return _told(rank, cut, hv, times), _walked(rank, cut, hv, sm_count, times), back
 
 
@@ -249,22 +249,14 @@ def _composed(cut: Cut, times: StepTimes, of: Regime) -> int:
     return (count_of(cut) - 1) * getattr(times.compose, of.decay)
 
 
-def _told(rank: RankChunks, cut: Cut, hv: int, times: StepTimes) -> int:
-    """States, by segments to the next ones."""
-    return sum(
-        alike.left * hv * run.count * (times.crossing if run.crosses_in else times.state)
-        for run in rank.runs
-        for alike in _pieces(run.chunks, run.crosses_out, run.crosses_in, cut)
-    )
-
-
-def _told_back(rank: RankChunks, cut: Cut, hv: int, times: StepTimes) -> int:
-    """Their adjoints, to the ones before."""
-    return sum(
-        alike.entered * hv * run.count * (times.crossing if run.crosses_out else times.state)
-        for run in rank.runs
-        for alike in _pieces(run.chunks, run.crosses_out, run.crosses_in, cut)
-    )
+def _told(rank: RankChunks, cut: Cut, hv: int, times: StepTimes, *, back: bool = False) -> int:
+    """States, by segments to the next ones; back: their adjoints, to the ones before."""
+    total = 0
+    for run in rank.runs:
+        each = times.crossing if (run.crosses_out if back else run.crosses_in) else times.state
+        alike = _pieces(run.chunks, run.crosses_out, run.crosses_in, cut)
+        total += each * hv * run.count * sum(x.entered if back else x.left for x in alike)
+    return total
 
 
 def _faded(summaries: Iterable[tuple[Walks, Summary]], sm_count: int) -> int:
