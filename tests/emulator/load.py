@@ -7,8 +7,9 @@ import builtins
 import importlib.util
 import linecache
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,8 +76,7 @@ class _Loader:
         module.__dict__.update(__file__=filename, __package__=name.rpartition(".")[0], _carried=_carried)
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": self._import, "range": _range}
         self.loaded[name] = module
-        tree = ast.fix_missing_locations(_LoopCarried().visit(ast.parse(text)))
-        exec(compile(tree, filename, "exec"), module.__dict__)
+        exec(_compiled(text, filename), module.__dict__)
         return module
 
     def _import(
@@ -90,6 +90,12 @@ class _Loader:
         if fromlist and whole.startswith(f"{TIER}."):
             return self.load(whole, self.imported.get(whole.rpartition(".")[2]))
         return builtins.__import__(name, globals, locals, fromlist, level)
+
+
+@cache
+def _compiled(text: str, filename: str) -> CodeType:
+    """Once for all that load it: the whole tier takes longer to compile than most tests take with it."""
+    return compile(_LoopCarried().visit(ast.parse(text)), filename, "exec")
 
 
 class _LoopCarried(ast.NodeTransformer):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from tests.emulator.schedule import DeviceFault, here
 
 BITS = {torch.int8: 8, torch.uint8: 8, torch.int16: 16, torch.int32: 32, torch.int64: 64}
+LIMITS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in BITS if dtype != torch.int64}
 Number = bool | int | float
 Operand = "Value | Number"
 
@@ -35,14 +37,18 @@ class Type:
 
 
 class Value:
-    """A scalar (no dimensions) or a tensor in registers. `held` is int64 for integers of any width."""
+    """A scalar (no dimensions) or a tensor in registers. `held` is int64 for integers of any width.
+
+    Nobody changes `held`: values share it.
+    """
 
     def __init__(self, held: Tensor, dtype: torch.dtype) -> None:
-        if dtype in BITS and dtype != torch.int64 and held.numel():
-            limits, extremes = torch.iinfo(dtype), torch.aminmax(held)
-            if extremes.min < limits.min or extremes.max > limits.max:
-                worst = extremes.min if extremes.min < limits.min else extremes.max
-                raise DeviceFault(f"{int(worst)} does not fit {dtype}: the device would wrap it around")
+        if dtype in LIMITS and held.numel():
+            low, high = LIMITS[dtype]
+            least, most = (x.item() for x in torch.aminmax(held)) if held.dim() else (held.item(),) * 2
+            if least < low or most > high:
+                worst = least if least < low else most
+                raise DeviceFault(f"{worst} does not fit {dtype}: the device would wrap it around")
         self.held, self.dtype = held, dtype
 
     @property
@@ -58,6 +64,8 @@ class Value:
         return self.held.to(self.dtype)
 
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        if dtype == self.dtype:
+            return self
         if bitcast:
             return value_of(self.memory().view(dtype))
         if dtype in BITS and self.dtype.is_floating_point:
@@ -105,17 +113,21 @@ def value_of(tensor: Tensor) -> Value:
 
 def constant(number: Operand) -> Value:
     """The type that Triton gives a Python number that stands alone."""
-    match number:
+    return number if isinstance(number, Value) else _weak(number, _own_type(number))
+
+
+def _own_type(operand: Operand) -> torch.dtype:
+    match operand:
         case Value():
-            return number
+            return operand.dtype
         case bool():
-            return Value(torch.tensor(number), torch.bool)
+            return torch.bool
         case int():
-            return Value(torch.tensor(number), torch.int32 if -(2**31) <= number < 2**31 else torch.int64)
+            return torch.int32 if -(2**31) <= operand < 2**31 else torch.int64
         case float():
-            tiny = number != 0 and abs(number) < 2.0**-126
-            return value_of(torch.tensor(number, dtype=torch.float64 if tiny else torch.float32))
-    raise TypeError(f"{type(number).__name__} {number!r} is no operand of device code")
+            tiny = operand != 0 and abs(operand) < 2.0**-126
+            return torch.float64 if tiny else torch.float32
+    raise TypeError(f"{type(operand).__name__} {operand!r} is no operand of device code")
 
 
 def _kind(dtype: torch.dtype) -> int:
@@ -124,7 +136,7 @@ def _kind(dtype: torch.dtype) -> int:
 
 def promoted(a: Operand, b: Operand, division: bool = False) -> torch.dtype:
     """The type in which a and b meet: Triton's computation_type_impl, without unsigned integers and fp8."""
-    x, y = constant(a).dtype, constant(b).dtype
+    x, y = _own_type(a), _own_type(b)
     if isinstance(a, Value) != isinstance(b, Value):
         weak, strong = (y, x) if isinstance(a, Value) else (x, y)
         if _kind(weak) <= _kind(strong):
@@ -149,6 +161,12 @@ def together(a: Operand, b: Operand, division: bool = False) -> tuple[Tensor, Te
 
 
 def _weak(number: Number, dtype: torch.dtype) -> Value:
+    return _whole(number, dtype) if isinstance(number, int) else Value(torch.tensor(number, dtype=holder(dtype)), dtype)
+
+
+@lru_cache(4096, typed=True)
+def _whole(number: int, dtype: torch.dtype) -> Value:
+    """Kernels meet the same few at every turn."""
     return Value(torch.tensor(number, dtype=holder(dtype)), dtype)
 
 
