@@ -101,6 +101,9 @@ def _compiled(text: str, filename: str) -> CodeType:
 class _LoopCarried(ast.NodeTransformer):
     """Makes what a loop at run time changes a device value before the loop: a constant would have no width there."""
 
+    def visit(self, node: ast.AST) -> Any:
+        return node if isinstance(node, ast.expr) else super().visit(node)  # no loop stands in an expression
+
     def visit_For(self, loop: ast.For) -> list[ast.stmt]:
         self.generic_visit(loop)
         over_range = isinstance(loop.iter, ast.Call) and getattr(loop.iter.func, "id", None) == "range"

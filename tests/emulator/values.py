@@ -45,7 +45,11 @@ class Value:
     def __init__(self, held: Tensor, dtype: torch.dtype) -> None:
         if dtype in LIMITS and held.numel():
             low, high = LIMITS[dtype]
-            least, most = (x.item() for x in torch.aminmax(held)) if held.dim() else (held.item(),) * 2
+            if held.dim():
+                extremes = torch.aminmax(held)
+                least, most = extremes.min.item(), extremes.max.item()
+            else:
+                least = most = held.item()
             if least < low or most > high:
                 worst = least if least < low else most
                 raise DeviceFault(f"{worst} does not fit {dtype}: the device would wrap it around")
@@ -137,6 +141,8 @@ def _kind(dtype: torch.dtype) -> int:
 def promoted(a: Operand, b: Operand, division: bool = False) -> torch.dtype:
     """The type in which a and b meet: Triton's computation_type_impl, without unsigned integers and fp8."""
     x, y = _own_type(a), _own_type(b)
+    if x == y and not division:
+        return x
     if isinstance(a, Value) != isinstance(b, Value):
         weak, strong = (y, x) if isinstance(a, Value) else (x, y)
         if _kind(weak) <= _kind(strong):
@@ -154,7 +160,8 @@ def promoted(a: Operand, b: Operand, division: bool = False) -> torch.dtype:
 def together(a: Operand, b: Operand, division: bool = False) -> tuple[Tensor, Tensor, torch.dtype]:
     """Both operands in one type and shape."""
     dtype = promoted(a, b, division)
-    x, y = (v.to(dtype) if isinstance(v, Value) else _weak(v, dtype) for v in (a, b))
+    x = a.to(dtype) if isinstance(a, Value) else _weak(a, dtype)
+    y = b.to(dtype) if isinstance(b, Value) else _weak(b, dtype)
     if x.held.dim() and y.held.dim() and x.held.dim() != y.held.dim():
         raise TypeError(f"cannot broadcast {x.shape} with {y.shape}: they differ in rank")
     return x.held, y.held, dtype
