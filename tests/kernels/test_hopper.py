@@ -1,7 +1,8 @@
 """The Hopper tier's walks and compositions on the emulator, and on a GPU, against FP64 chunk by chunk."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -68,6 +69,25 @@ def relative(found: Tensor, truth: Tensor) -> float:
     return ((found.cpu().double() - truth).norm() / truth.norm()).item()
 
 
+_PREPARED: dict[tuple, Any] = {}
+
+
+def once(make: Callable[[], Any], *operands: Any) -> Any:
+    """What was made last of the same operands, bit by bit: the emulator inverts a chunk for as long as it walks it."""
+
+    def known(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.dtype, x.shape, x.stride(), x.contiguous().view(torch.uint8).numpy().tobytes()
+
+    key = tuple(map(known, operands))
+    if key not in _PREPARED:
+        if len(_PREPARED) == 4:
+            del _PREPARED[next(iter(_PREPARED))]
+        _PREPARED[key] = make()
+    return _PREPARED[key]
+
+
 class Machine:
     """The kernels' own launches, on the emulator by a seed or on the GPU."""
 
@@ -80,8 +100,13 @@ class Machine:
         return load(f"{TIER}.{name}", self.edited.get(name), self.edited)
 
     def prep(self, x: Problem, **options):
-        with seeded(1):
-            return self.module("prep").prep(x.k, x.g, x.beta, x.chunks, **options)
+        operands = x.k, x.g, x.beta, x.chunks
+
+        def make():
+            with seeded(1):
+                return self.module("prep").prep(*operands, **options)
+
+        return make() if options or self.device == "cuda" else once(make, self.edited.get("prep"), *operands)
 
     def forward(self, x: Problem, seed: int = 0, made=None, **options):
         made = self.prep(x) if made is None else made
@@ -466,6 +491,15 @@ def test_no_state_is_of_fp32_whatever_else_is() -> None:
         torch.set_default_dtype(before)
 
 
+@pytest.fixture(scope="module")
+def planted() -> tuple[Problem, dict[str, list[Tensor]]]:
+    """Operands, and what the kernels make of them."""
+    x = drawn(torch.Generator().manual_seed(5), [64 * 4 + 9, 70], decay="none")
+    x.g[:265] = -0.01
+    x.k[265:] = x.v[265:] = torch.nan  # the second segment's, which nobody looks at
+    return x, {name: of_the_first(Machine("cpu"), name, x) for name in ("forward", "transfer")}
+
+
 def of_the_first(machine: Machine, name: str, x: Problem) -> list[Tensor]:
     """Maps, or outputs and exit states of walks on all of V and on halves."""
     if name == "transfer":
@@ -475,16 +509,13 @@ def of_the_first(machine: Machine, name: str, x: Problem) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_seen(rng: torch.Generator, fault: str) -> None:
+def test_planted_faults_are_seen(planted: tuple[Problem, dict[str, list[Tensor]]], fault: str) -> None:
     name, before, after = FAULTS[fault]
     source = path_of(f"{TIER}.{name}").read_text()
     assert before in source
-    machine = Machine("cpu", {name: source.replace(before, after)})
-    x = drawn(rng, [64 * 4 + 9, 70], decay="none")
-    x.g[:265] = -0.01
-    x.k[265:] = x.v[265:] = torch.nan  # the second segment's, which nobody looks at
+    x, clean = planted
     try:
-        found, clean = (of_the_first(m, name, x) for m in (machine, Machine("cpu")))
+        found = of_the_first(Machine("cpu", {name: source.replace(before, after)}), name, x)
     except DeviceFault:
         return
-    assert not all(map(torch.equal, found, clean))
+    assert not all(map(torch.equal, found, clean[name]))
