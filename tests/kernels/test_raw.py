@@ -140,7 +140,7 @@ def test_gates(rng: torch.Generator, machine: RawMachine, bias: bool, kind: torc
     The exponent A_log + x is rounded to 24 bits three times, the exponential, two quotients and what is multiplied to
     two units of the last place each.
     """
-    T, HV = 45, 2
+    T, HV = 45 if machine.device == "cuda" else 20, 2  # the emulator inverts a whole chunk for each
     x = raw_drawn(rng, [1] * T, H=1, group=HV, how=["gate"])
     g = (120 * torch.rand(T, HV, generator=rng) - 60).to(kind)
     A_log, dt_bias = 6 * torch.rand(HV, generator=rng) - 3, 4 * torch.rand(HV, generator=rng) - 2
@@ -159,9 +159,10 @@ def test_gates(rng: torch.Generator, machine: RawMachine, bias: bool, kind: torc
 @pytest.mark.parametrize("largest", [1.0, 2.0])
 def test_sigmoids(rng: torch.Generator, machine: RawMachine, largest: float) -> None:
     """A of documents of one token is beta, but no less than 2^-27, to 2^-8 of bf16 and fp16 halves' steps of 2^-37."""
-    x = raw_drawn(rng, [1] * 30, group=2, largest=largest, how=["sigmoid"])
-    beta = 120 * torch.rand(30, 2, generator=rng) - 60
-    beta[:15] /= 10
+    T = 30 if machine.device == "cuda" else 16
+    x = raw_drawn(rng, [1] * T, group=2, largest=largest, how=["sigmoid"])
+    beta = 120 * torch.rand(T, 2, generator=rng) - 60
+    beta[: T // 2] /= 10
     beta[-3:] = torch.tensor([-torch.inf, torch.inf, torch.nan])[:, None]
     x = x._replace(given=x.given._replace(beta=beta))
     found = machine.prep(x.to(machine.device)).A[:, :, 0, 0].mT.cpu().double()
