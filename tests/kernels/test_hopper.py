@@ -1,8 +1,7 @@
 """The Hopper tier's walks and compositions on the emulator, and on a GPU, against FP64 chunk by chunk."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from deltaspan.plan import chains_of, chunk_grid, passages, segment_table
 from deltaspan.reference import chunked_gated_delta_rule
 from tests.emulator import DeviceFault, load, path_of, seeded
 from tests.helpers import same_bits
+from tests.kernels.once import once
 
 TIER = "deltaspan.kernels.hopper"
 SCALE = 128**-0.5
@@ -67,25 +67,6 @@ def drawn(
 
 def relative(found: Tensor, truth: Tensor) -> float:
     return ((found.cpu().double() - truth).norm() / truth.norm()).item()
-
-
-_PREPARED: dict[tuple, Any] = {}
-
-
-def once(make: Callable[[], Any], *operands: Any) -> Any:
-    """What was made last of the same operands, bit by bit: the emulator inverts a chunk for as long as it walks it."""
-
-    def known(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return x.dtype, x.shape, x.stride(), x.contiguous().view(torch.uint8).numpy().tobytes()
-
-    key = tuple(map(known, operands))
-    if key not in _PREPARED:
-        if len(_PREPARED) == 4:
-            del _PREPARED[next(iter(_PREPARED))]
-        _PREPARED[key] = make()
-    return _PREPARED[key]
 
 
 class Machine:

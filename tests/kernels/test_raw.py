@@ -13,7 +13,8 @@ from torch.nn.functional import softplus
 
 from deltaspan.kernels.stages import Raw
 from tests.emulator import DeviceFault, path_of, seeded
-from tests.kernels.test_hopper import BF16, SCALE, TIER, Machine, Problem, drawn, once, relative
+from tests.kernels.once import once
+from tests.kernels.test_hopper import BF16, SCALE, TIER, Machine, Problem, drawn, relative
 
 EPSILON = 1e-6  # beside |x|^2
 HOW = ("l2norm", "gate", "sigmoid")
