@@ -1,10 +1,11 @@
-"""What the tests of several rooms share: real gloo ranks that outlive a test, and comparison by bits."""
+"""What the tests of several rooms share: real gloo ranks that outlive a test, comparison by bits, and memory of NaN."""
 
 import multiprocessing
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection
@@ -23,6 +24,16 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+@contextmanager
+def filled() -> Iterator[None]:
+    """New memory is full of NaN: what was freed, which may be the right result, does not pass for what nobody wrote."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @cache

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltaspan.reference import chunked_gated_delta_rule
 from tests.emulator import DeviceFault, path_of, seeded
-from tests.helpers import same_bits
+from tests.helpers import filled, same_bits
 from tests.kernels import test_hopper
 from tests.kernels.test_hopper import BF16, SCALE, TIER, Problem, drawn, relative
 
@@ -237,7 +237,8 @@ def planted() -> tuple[Given, list[Tensor]]:
 
 
 def of_the_first(machine: Machine, g: Given) -> list[Tensor]:
-    whole, halves = (machine.adjoint(g, whole=number) for number in (None, 0))
+    with filled():
+        whole, halves = (machine.adjoint(g, whole=number) for number in (None, 0))
     return [whole[0][0], whole[1][:4], halves[0][0], halves[1][:4]]
 
 

@@ -15,7 +15,7 @@ from deltaspan import reference
 from deltaspan.kernels import select
 from deltaspan.op.conv import Filter, forward_program
 from tests.emulator import DeviceFault, load, path_of
-from tests.helpers import same_bits
+from tests.helpers import filled, same_bits
 from tests.op.support import LAYOUTS, offsets, split
 
 LENGTHS = (20, 1, 0, 80, 2, 12)
@@ -71,11 +71,8 @@ class Problem:
             row = torch.nn.functional.pad(self.x[view.token_ids.cpu()], (*self.columns, 0, padding), value=torch.nan)
             x = row.to(device)[:, self.columns[0] : self.columns[0] + self.x.shape[1]]
             programs.append(forward_program(stages, view, [Filter(x, weight, bias)], self.activation))
-        torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
-        try:
+        with filled():
             done = [outputs[0].cpu() for outputs, _ in ctx._transport.run(programs)]
-        finally:
-            torch.use_deterministic_algorithms(False)
         whole = torch.full((part.total_tokens + padding, self.x.shape[1]), torch.nan, dtype=self.x.dtype)
         for rank, y in enumerate(done):
             assert y.dtype == self.x.dtype

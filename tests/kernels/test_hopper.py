@@ -13,7 +13,7 @@ import deltaspan as ds
 from deltaspan.plan import chains_of, chunk_grid, passages, segment_table
 from deltaspan.reference import chunked_gated_delta_rule
 from tests.emulator import DeviceFault, load, path_of, seeded
-from tests.helpers import same_bits
+from tests.helpers import filled, same_bits
 from tests.kernels.once import once
 
 TIER = "deltaspan.kernels.hopper"
@@ -483,10 +483,11 @@ def planted() -> tuple[Problem, dict[str, list[Tensor]]]:
 
 def of_the_first(machine: Machine, name: str, x: Problem) -> list[Tensor]:
     """Maps, or outputs and exit states of walks on all of V and on halves."""
-    if name == "transfer":
-        return [machine.transfer(x)[0]]
-    runs = (machine.forward(x, whole=whole) for whole in (None, 0))
-    return [t for o, exit, *_ in runs for t in (o[:265], exit[0])]
+    with filled():
+        if name == "transfer":
+            return [machine.transfer(x)[0]]
+        runs = (machine.forward(x, whole=whole) for whole in (None, 0))
+        return [t for o, exit, *_ in runs for t in (o[:265], exit[0])]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
