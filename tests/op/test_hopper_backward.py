@@ -87,20 +87,22 @@ def test_a_whole_pack_gives_the_same_bits_a_hundred_times(rng: torch.Generator) 
 
 
 @pytest.mark.parametrize(
-    ("layout", "decay", "exchange"),
+    ("layout", "decay", "exchanges"),
     [
-        ("contiguous", "moderate", "ring"),
-        ("zigzag", "slow", "all_gather"),
-        pytest.param("contiguous", "moderate", "all_gather", marks=pytest.mark.slow),
-        pytest.param("zigzag", "slow", "ring", marks=pytest.mark.slow),
+        ("contiguous", "moderate", ["ring"]),  # one seam, over which nothing is composed
+        ("zigzag", "slow", ["ring", "all_gather"]),
+        pytest.param("contiguous", "moderate", ["all_gather"], marks=pytest.mark.slow),
     ],
 )
-def test_gradients_in_few_chunks(hopper: str, rng: torch.Generator, layout: str, decay: str, exchange: str) -> None:
+def test_gradients_in_few_chunks(
+    hopper: str, rng: torch.Generator, layout: str, decay: str, exchanges: list[str]
+) -> None:
     pack = drawn(rng, FEW, hopper, decay, H=1, HV=2)
     part = split(pack.cu_seqlens, 2, layout, rng)
     ctx = context(part, hopper, p_rule="occ", sm_count=60)
     found = exact(pack, ctx)
-    assert not differing(join(part, run_rule(pack, ctx, backend="hopper", exchange=exchange)), found)
+    for exchange in exchanges:
+        assert not differing(join(part, run_rule(pack, ctx, backend="hopper", exchange=exchange)), found)
 
 
 def test_checkpoint_and_explicit_call(hopper: str, rng: torch.Generator) -> None:
