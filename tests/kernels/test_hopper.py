@@ -452,6 +452,8 @@ FAULTS = {
     "arrivals of both": ("forward", "    if alone:\n        mbarrier", "    if 0 > 1:\n        mbarrier"),
     "bytes of both halves where one comes": ("forward", "BYTES + VALUES)", "BYTES + 2 * VALUES)"),
     "a second walk of half of V": ("forward", "    if alone:\n        fence", "    if 0 > 1:\n        fence"),
+    "half of X before it is there": ("forward", "0 if OUTPUT else 1, deps", "0 if OUTPUT else 2, deps"),
+    "S does not decay early": ("forward", "        if EARLY:\n", "        if EARLY and OUTPUT > 1:\n"),
     "the same half twice": ("forward", "behind % 2 * HALF", "behind % 1 * HALF"),
     "wrong phase": ("transfer", "mbarrier.wait(ready.index(b), (i >> 1) & 1)", "mbarrier.wait(ready.index(b), i & 1)"),
     "one half of the map lost": ("transfer", "                R = warpgroup_mma(r_low, x, R, is_async=True)\n", ""),
@@ -482,12 +484,13 @@ def planted() -> tuple[Problem, dict[str, list[Tensor]]]:
 
 
 def of_the_first(machine: Machine, name: str, x: Problem) -> list[Tensor]:
-    """Maps, or outputs and exit states of walks on all of V and on halves."""
+    """Maps, or exit states alone, and outputs and exit states of walks on all of V and on halves."""
     with filled():
         if name == "transfer":
             return [machine.transfer(x)[0]]
         runs = (machine.forward(x, whole=whole) for whole in (None, 0))
-        return [t for o, exit, *_ in runs for t in (o[:265], exit[0])]
+        alone = machine.forward(x, output=False)[1][0]
+        return [alone, *(t for o, exit, *_ in runs for t in (o[:265], exit[0]))]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
