@@ -232,7 +232,7 @@ FAULTS = {
     ),
     "lengths of another chunk": ("forward", "gl.load(inverse + i * (2 * CHUNK) + row)", "gl.load(inverse + row)"),
     "decay of the state times a length": (
-        "forward", "decayed(keeps.index(b)", "decayed(reads.index(b)"
+        "forward", "if EARLY:\n            S = S * decayed(keeps", "if EARLY:\n            S = S * decayed(reads"
     ),
     "rows of A as they were": (
         "prep", "return (x * scale).to(", "return (x * SCALE).to("
