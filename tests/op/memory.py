@@ -1,5 +1,6 @@
 """Calls whose memory is foretold, and what they request."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,7 @@ def requested(call: Callable[[], object], device: str) -> int:
         with Watch() as watch:
             call()
         return watch.peak
+    gc.collect()  # or what it frees while the call runs would be room that the call does not request
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
