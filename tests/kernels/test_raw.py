@@ -232,7 +232,7 @@ FAULTS = {
     ),
     "lengths of another chunk": ("forward", "gl.load(inverse + i * (2 * CHUNK) + row)", "gl.load(inverse + row)"),
     "decay of the state times a length": (
-        "forward", "if EARLY:\n            S = S * decayed(keeps", "if EARLY:\n            S = S * decayed(reads"
+        "forward", "if EARLY:\n            S = S * decay_of(keeps", "if EARLY:\n            S = S * decay_of(reads"
     ),
     "rows of A as they were": (
         "prep", "return (x * scale).to(", "return (x * SCALE).to("

@@ -363,7 +363,7 @@ def walk(
             barrier()
             store_tile(out_tiles, [(row + i * HV) * HEAD_DIM + first, 0], out)
         if EARLY:
-            S = S * decayed(keeps.index(b), STATE)
+            S = S * decay_of(keeps.index(b), STATE)
         U = warpgroup_mma_wait(0, deps=[U, s, k])[0]
         v = vs.index(2 * stage + HELD // HALF).permute((1, 0)).load(ACC)
         written = writes.index(b).load(gl.SliceLayout(0, ACC))
@@ -371,7 +371,7 @@ def walk(
             read = reads.index(b).load(gl.SliceLayout(0, ACC))
         R = (widened(v) + written[None, :] * U).to(gl.bfloat16)
         if not EARLY:
-            S = S * decayed(keeps.index(b), STATE)
+            S = S * decay_of(keeps.index(b), STATE)
         r = gl.convert_layout(R, STATE_LEFT)
         if OUTPUT:
             Q = gl.zeros([HALF, CHUNK], gl.float32, ACC)
@@ -401,7 +401,7 @@ def walk(
 
 
 @gluon.jit
-def decayed(keeps, LAYOUT: gl.constexpr):
+def decay_of(keeps, LAYOUT: gl.constexpr):
     """2^(G_C), the last of a chunk's a, for rows of S^T."""
     return keeps.slice(CHUNK - 1, 1, 0).load(gl.SliceLayout(0, LAYOUT))[None, :]
 
