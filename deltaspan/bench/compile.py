@@ -148,19 +148,21 @@ def _transfer(H: int, group: int, *, instructions: int = 3150, l2norm: bool = Fa
     )
 
 
-def _compose(kernel: str, arguments: str, instructions: int, **constants: int) -> Case:
-    strides = dict.fromkeys(("map_row", "map_head", "offset_row", "offset_head"), "i32")
+def _compose(kernel: str, arguments: str, instructions: int, *, wide: bool, **constants: int) -> Case:
+    strides = dict.fromkeys(("map_row", "map_head", "offset_row", "offset_head"), "i32 x 16")
     kinds = dict.fromkeys(("members", "starts", "wanted"), "*i32") | strides
-    kinds |= dict.fromkeys(("arriving", "through", "source"), "*i64") | {"n": "i32"}
+    kinds |= dict.fromkeys(("arriving", "through", "source"), "*i64") | {"n": "i32", "apart": "i32"}
     return Case(
         kernel=f"deltaspan.kernels.hopper.compose:{kernel}",
         arguments={name: kinds.get(name, "*fp32") for name in arguments.split()},
-        constants=constants,
-        num_warps=4,
-        registers=208,
-        shared=48 * 1024,
+        constants={"COLUMNS": 64 if wide else 8, **constants},
+        num_warps=8 if wide else 4,
+        registers=128,
+        shared=(98 if wide else 137) * 1024,
         instructions=instructions,
-        reason="two programs a multiprocessor, so that loads of one pass while another computes",
+        reason="two programs a multiprocessor, so that one computes while another waits"
+        if wide
+        else "a map and the next one, 64 KB each; a program a multiprocessor, which is bound by its steps",
     )
 
 
@@ -192,8 +194,8 @@ def _unit(*, gradient: bool, instructions: int) -> Case:
     )
 
 
-CHAIN_ARGUMENTS = """maps offsets members starts wanted out_maps out_offsets map_row map_head offset_row offset_head"""
-TRANSPOSED = {"PITCH": 1, "NEXT": 128}
+CHAIN_ARGUMENTS = """maps offsets members starts wanted out_maps out_offsets beyond apart map_row map_head offset_row
+offset_head"""
 
 CASES = {
     "prep, 16 key heads x 1": _prep(16, 1, 12, 2000),
@@ -216,7 +218,7 @@ CASES = {
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),
     "raw transfer": _transfer(16, 3, instructions=3250, l2norm=True),
-    "merge": _compose("merge_kernel", "M X b out", 1000, WIDTH=128, **TRANSPOSED),
+    "merge": _compose("merge_kernel", "M X b out", 6200, wide=True, WIDTH=128, TRANSPOSED=True),
     "convolution, 4 taps, bf16": _conv(
         "bf16", 2048, 4, 112, 1000, "18 warps a multiprocessor, 4 rows of 512 bytes each under way: 36 KB"
     ),
@@ -227,8 +229,13 @@ CASES = {
     ),
     "rows of length 1": _unit(gradient=False, instructions=400),
     "gradient of raw rows": _unit(gradient=True, instructions=600),
-    "arrivals": _compose("tell_kernel", "maps arrived reached arriving through source n", 1100, HV=48),
-    "chain": _compose("chain_kernel", CHAIN_ARGUMENTS, 1400, HV=48, MAPS=True, **TRANSPOSED),
+    "arrivals": _compose("tell_kernel", "maps arrived reached arriving through source n", 6200, wide=True, HV=48),
+    "chain of many": _compose(
+        "chain_kernel", CHAIN_ARGUMENTS, 6500, wide=True, HV=48, MAPS=True, TRANSPOSED=True, PLACES=1
+    ),
+    "chain of few": _compose(
+        "chain_kernel", CHAIN_ARGUMENTS, 2200, wide=False, HV=48, MAPS=True, TRANSPOSED=True, PLACES=2
+    ),
 }
 """Of each kernel the variants that differ in what they take."""
 

@@ -11,7 +11,7 @@ def carry_states(seams: Seams, affine: Affine, M: Tensor, b: Tensor, about: str)
     """As `all_to_all.carry_states`; what the adjoint needs are all pairs of the group, [N_out, HV, K (K + V)]."""
     pairs = join_pairs(M, b, seams).unflatten(0, b.shape[:2])
     pairs = yield AllGather("summaries", pairs, seams.n_out, about)
-    _, entry = affine.chain(*split_pairs(pairs, b), seams.forward, maps=False)
+    _, entry, _ = affine.chain(*split_pairs(pairs, b), seams.forward, maps=False)
     return entry.split(seams.n_in)[seams.rank].clone(), pairs  # the whole is not kept
 
 
@@ -27,5 +27,5 @@ def carry_adjoints(
     else:
         offsets = yield AllGather("adjoint_offsets", d, seams.n_in, about)
         maps = split_pairs(kept, d)[0]
-    _, leaving = affine.chain(maps.mT, offsets, seams.backward, maps=False)
+    _, leaving, _ = affine.chain(maps.mT, offsets, seams.backward, maps=False)
     return leaving.split(seams.n_out)[seams.rank]

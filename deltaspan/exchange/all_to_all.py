@@ -29,7 +29,7 @@ def carry_states(seams: Seams, affine: Affine, M: Tensor, b: Tensor, about: str)
     """
     pairs = join_pairs(M, b, seams, len(seams.n_out))
     pairs = yield from _to_owners("summaries", seams, seams.n_out, pairs, b.shape[1], about)
-    _, entry = affine.chain(*split_pairs(pairs, b), seams.forward, maps=False)
+    _, entry, _ = affine.chain(*split_pairs(pairs, b), seams.forward, maps=False)
     return (yield from _to_homes("entry_states", seams, seams.n_in, entry, b.shape[1], about)), pairs
 
 
@@ -44,7 +44,7 @@ def carry_adjoints(
         offsets = yield from _to_owners("adjoint_offsets", seams, seams.n_in, offsets, d.shape[1], about)
         offsets = offsets.unflatten(2, d.shape[2:])
         maps = split_pairs(kept, d)[0]
-    _, leaving = affine.chain(maps.mT, offsets, seams.backward, maps=False)
+    _, leaving, _ = affine.chain(maps.mT, offsets, seams.backward, maps=False)
     return (yield from _to_homes("exit_adjoints", seams, seams.n_out, leaving, d.shape[1], about))
 
 

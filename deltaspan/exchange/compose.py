@@ -18,12 +18,14 @@ class Affine(Protocol):
         """M X + b; M [..., K, K], X and b [..., K, V]."""
 
     def chain(
-        self, M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool, in_place: bool = False
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool, in_place: bool = False,
+        apart: int | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
         """Composes maps M [rows, HV, K, K], or a transposed view, and offsets b [rows, HV, K, V] along chains: [places,
-        HV, K, K] where they are wanted, and [places, HV, K, V]. The state after a chain's member is what `merge` makes
-        of the state before it; before the first there is none. in_place: every member's place is its offset's row, and
-        nobody else reads the offsets, so that they may be overwritten."""
+        HV, K, K] where they are wanted, and [places, HV, K, V]; None for what is not there. The state after a chain's
+        member is what `merge` makes of the state before it; before the first there is none. in_place: every member's
+        place is its offset's row, and nobody else reads the offsets, so that they may be overwritten. apart: offsets of
+        places from this one on are the third result, so that they need not be kept as long; else that is None."""
 
     def tell(self, maps: Tensor | None, arrived: Tensor, reached: Tensor, way: Passage[Tensor]) -> None:
         """States arrived [n, HV, K, V] put into those of segments, reached [r, HV, K, V]: as they are where they

@@ -27,17 +27,19 @@ def fold(affine: Affine, way: Passage[Tensor], maps: Tensor, offsets: Tensor | N
     is composed may take the offsets' place."""
     if not way.chains.steps:  # nothing is cut, a fragment is its segment
         return Folded(None, None, maps, offsets)
-    passed, states, reached = None, offsets, way.reached
+    passed, states, last, reached = None, offsets, None, way.reached
     if way.composes:
-        passed, states = affine.chain(maps, offsets, way.chains, maps=way.chains.maps, in_place=way.in_place)
+        apart = None if way.chains.places == reached else reached
+        passed, states, last = affine.chain(
+            maps, offsets, way.chains, maps=way.chains.maps, in_place=way.in_place, apart=apart
+        )
     whole = maps.new_empty(0, *maps.shape[1:])
     if passed is not None:
         all_of_them = way.handed.shape[0] == passed.shape[0] - reached
         whole = passed[reached:] if all_of_them else passed[way.handed]
-    if states is None or states.shape[0] == reached:
-        return Folded(passed, states, whole, None if states is None else states.new_empty(0, *states.shape[1:]))
-    behind = states[:reached].clone()  # to be kept longer than the rest
-    return Folded(passed, behind, whole, states[reached:])
+    if last is None and states is not None:
+        last = states.new_empty(0, *states.shape[1:])
+    return Folded(passed, states, whole, last)
 
 
 def spread(affine: Affine, way: Passage[Tensor], folded: Folded, arrived: Tensor) -> Tensor:

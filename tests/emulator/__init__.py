@@ -14,6 +14,7 @@ What it holds a kernel to
                   missing wait, arrive, store_wait, warpgroup_mma_wait or fence_async_shared is found in any run that
                   gets there, whatever its timing
     TMA           lands late and in any order; zeros beyond the tensor, stores clipped, alignment, whole boxes in bytes
+    copies        by pointer, in groups: land late; nobody reads before a wait, nor ends without one
     products      operand types; sums that are cut off as the tensor cores do (mma.py); an asynchronous result cannot be
                   read before its wait
     memory        poisoned until written, within bounds; shared memory keeps its type and has 227 KB

@@ -142,6 +142,18 @@ def join(a: Value, b: Value) -> Value:
     return Value(torch.stack(torch.broadcast_tensors(x, y), -1), dtype)
 
 
+def dot_fma(a: Value, b: Value, acc: Value) -> Value:
+    """acc + a b on the CUDA cores, term by term in the order of K, each sum rounded once."""
+    if {a.dtype, b.dtype, acc.dtype} != {torch.float32}:
+        raise TypeError(f"dot_fma of {a.dtype}, {b.dtype} and {acc.dtype}: fp32 alone is emulated")
+    if a.shape[1] < 16:
+        raise ValueError(f"dot_fma: K is {a.shape[1]}, and at least 16")
+    left, right, sums = a.held.double(), b.held.double(), acc.held
+    for k in range(left.shape[1]):  # products of fp32 are exact in fp64
+        sums = (left[:, k, None] * right[k] + sums.double()).float()
+    return Value(sums, torch.float32)
+
+
 # ---- elements
 
 
@@ -243,12 +255,20 @@ def _by_bits(operation: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     return apply
 
 
+def _in_tf32(x: Value) -> Value:
+    """To the nearest of 11 bits, of two the larger one; of no number, none."""
+    bits = x.held.contiguous().view(torch.int32)
+    near = ((bits + 2**12) & -(2**13)).view(torch.float32)
+    return Value(torch.where(x.held.isfinite(), near, x.held), x.dtype)
+
+
 ASSEMBLY = {
     ("ex2.approx.ftz.f32", 1): exp2,
     ("rcp.approx.ftz.f32", 1): reciprocal,
     ("add.rn.f32", 2): lambda x, y: x + y,
     ("griddepcontrol.launch_dependents", "mov.u32", 0): lambda: None,  # one launch after the other here
     ("griddepcontrol.wait", "mov.u32", 0): lambda: None,
+    ("cvt.rna.tf32.f32", 1): _in_tf32,
     ("mov.b32", 1): lambda x: x,
     ("mov.u32", 1): lambda x: x,
     ("shfl.sync.idx.b32", 1): lambda x: x,
@@ -324,6 +344,7 @@ gl = Language(
     warp_specialize=warp_specialize, allocate_shared_memory=allocate_shared_memory, static_assert=static_assert,
     static_range=range, load=pointers.load, store=pointers.store, arange=arange, full=full, zeros=zeros,
     convert_layout=convert_layout, reshape=reshape, permute=permute, expand_dims=expand_dims, split=split, join=join,
-    where=where, maximum=maximum, minimum=minimum, cdiv=cdiv, abs=absolute, exp2=exp2, fma=fma, reduce=reduce,
-    sum=sum, max=max, min=min, associative_scan=associative_scan, inline_asm_elementwise=inline_asm_elementwise,
+    dot_fma=dot_fma, where=where, maximum=maximum, minimum=minimum, cdiv=cdiv, abs=absolute, exp2=exp2, fma=fma,
+    reduce=reduce, sum=sum, max=max, min=min, associative_scan=associative_scan,
+    inline_asm_elementwise=inline_asm_elementwise,
 )  # fmt: skip

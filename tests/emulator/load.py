@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests.emulator.async_copy import async_copy
 from tests.emulator.barriers import fence_async_shared, mbarrier
 from tests.emulator.language import Language, gl, thread_barrier
 from tests.emulator.launch import jit
@@ -31,10 +32,11 @@ GLUON = "triton.experimental.gluon"
 TRITON: dict[str, Any] = {
     "triton": SimpleNamespace(jit=jit, cdiv=gl.cdiv, language=tl),
     "triton.language": tl,
-    "triton.experimental": SimpleNamespace(gluon=SimpleNamespace(jit=jit)),
+    "triton.experimental": SimpleNamespace(gluon=SimpleNamespace(jit=jit, constexpr_function=gl.constexpr)),
     GLUON: SimpleNamespace(jit=jit, language=gl),
     f"{GLUON}.nvidia.hopper": SimpleNamespace(TensorDescriptor=TensorDescriptor),
     f"{GLUON}.language.nvidia.hopper": SimpleNamespace(
+        async_copy=async_copy,
         fence_async_shared=fence_async_shared,
         mbarrier=mbarrier,
         mma_v2=mma_v2,

@@ -48,9 +48,13 @@ class Partition:
         self.agent = Agent(name, generic=True)
         self.products = Agent(f"a warpgroup_mma of {name}")
         self.stores = Agent(f"a TMA store of {name}")
+        self.copied = Agent(f"an asynchronous copy of {name}", generic=True)
         self.products_issued = self.stores_issued = 0
         self.products_in_flight: list[Any] = []
         self.stores_in_flight: list[Any] = []
+        self.copies_asked: list[Any] = []  # since the last group
+        self.groups_in_flight: list[list[Any]] = []
+        self.groups_begun = 0
         self.operands_to_keep: list[Any] = []  # products done, but no wait so far has named what they read in registers
         self.eagerness = program.draw_eagerness()
         self.turn = threading.Semaphore(0)
@@ -76,6 +80,8 @@ class Partition:
                 f"warpgroup_mma number {product.number} of {self.name} reads a left operand in registers, which is "
                 "among the deps of no wait from its own on: its registers may be reused while it is read"
             )
+        if self.copies_asked or any(self.groups_in_flight):
+            raise DeviceFault(f"{self.name} ends without waiting for its asynchronous copies")
         if self.stores_in_flight:
             raise DeviceFault(f"{self.name} ends without store_wait(0): the program's shared memory may go first")
 

@@ -21,6 +21,7 @@ from deltaspan.kernels.hopper.sass import instructions, overtaken_loads
 TRITON = triton.__version__
 SM_90 = GPUTarget("cuda", 90, 32)
 ALIGNED = [["tt.divisibility", 16]]  # as torch allocates
+MULTIPLE = " x 16"
 TILES = re.compile(r"tiles<(\w+)\[([\d, ]+)\]>")
 
 
@@ -39,15 +40,21 @@ class Compiled(NamedTuple):
         return self.instructions["LDL"] + self.instructions["STL"]
 
 
-def compile_ahead(kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any], num_warps: int) -> Compiled:
-    """arguments: the type of each that is no constant, as Triton writes it, such as "*bf16" or "i32"; of descriptors
-    "tiles<bf16[64, 128]>", a block of them."""
+def compile_ahead(
+    kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any], num_warps: int, **options: int
+) -> Compiled:
+    """arguments: the type of each that is no constant, as Triton writes it, such as "*bf16" or "i32", or "i32 x 16", a
+    multiple of 16; of descriptors "tiles<bf16[64, 128]>", a block of them."""
     names = list(kernel.arg_names)
-    signature = {name: _written_out(arguments.get(name, "constexpr")) for name in names}
+    signature = {name: _written_out(arguments.get(name, "constexpr").removesuffix(MULTIPLE)) for name in names}
     where = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {(names.index(name),): ALIGNED for name, kind in arguments.items() if kind.startswith("*")}
+    aligned = {
+        (names.index(name),): ALIGNED
+        for name, kind in arguments.items()
+        if kind.startswith("*") or kind.endswith(MULTIPLE)
+    }
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, where, aligned)
-    made = triton.compile(source, target=SM_90, options={"num_warps": num_warps, **COMPILED_WITH})
+    made = triton.compile(source, target=SM_90, options={"num_warps": num_warps, **options, **COMPILED_WITH})
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(made.asm["cubin"])

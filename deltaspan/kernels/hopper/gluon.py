@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     mma_v2,
@@ -35,6 +36,9 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of the threads of
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # (tiles, place, mbarrier, shared)
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # (tiles, place, shared)
 store_wait = tma.store_wait
+copy_in = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # (shared, pointers)
+copies_begun = async_copy.commit_group  # what was asked for since the last one is a group
+copies_wait = async_copy.wait_group  # until so many groups, the last ones, are under way
 
 
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
@@ -270,6 +274,9 @@ __all__ = [
     "Tilings",
     "add",
     "barrier",
+    "copies_begun",
+    "copies_wait",
+    "copy_in",
     "default_layout",
     "fence_async_shared",
     "gl",

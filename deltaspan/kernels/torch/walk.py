@@ -39,12 +39,12 @@ def tell(maps: Tensor | None, arrived: Tensor, reached: Tensor, way: Passage[Ten
 
 
 def chain(
-    M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool, in_place: bool = False
-) -> tuple[Tensor | None, Tensor | None]:
-    """Composes maps M [rows, HV, K, K] and offsets b [rows, HV, K, V] along chains, by `merge`: [places, HV, K, K] and
-    [places, HV, K, V]. With `maps`, those of all chains, wanted or not. Offsets are left as they are."""
+    M: Tensor, b: Tensor | None, chains: Chains[Tensor], *, maps: bool, in_place: bool = False, apart: int | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Composes maps M [rows, HV, K, K] and offsets b [rows, HV, K, V] along chains, by `merge`, as `exchange.Affine`
+    says. With `maps`, those of all chains, wanted or not. Offsets are left as they are."""
     if b is None and not maps:
-        return None, None
+        return None, None, None
     offsets = M[..., :0] if b is None else b
     K = M.shape[-1] if maps else 0
     alone = pad(offsets, (K, 0))  # next to a map of nothing: [0 | b]
@@ -58,7 +58,10 @@ def chain(
             state = merge(M[row], state[: len(row)], alone[offset])
         passed[place] = state
     composed = passed[..., :K].contiguous() if maps else None
-    return composed, None if b is None else passed[..., K:].contiguous()
+    if b is None:
+        return composed, None, None
+    found = passed[..., K:].contiguous()
+    return composed, *((found, None) if apart is None else (x.clone() for x in found.tensor_split([apart])))
 
 
 def taken(states: Tensor, rows: Tensor) -> Tensor:
