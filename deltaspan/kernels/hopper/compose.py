@@ -182,12 +182,13 @@ def chain_kernel(
             x = gl.load(first + (column * DIM + tile(1, DIM, COLUMNS) if TRANSPOSED else column + at))
         member = members + 3 * gl.minimum(begin + 1, last)
         following = maps + gl.load(member).to(gl.int64) * map_row
-        felt = (begin < last) & is_something(gl.load(following))
+        more = begin < last  # of one member the row of a map means nothing
+        felt = more & is_something(gl.load(following, mask=more, other=0.0))
         if felt:
             ask(ms.index(0), following, COLUMNS)
         b = gl.load(offsets + gl.load(member + 1).to(gl.int64) * offset_row + at, mask=of_offset, other=no_offset)
         following = maps + gl.load(members + 3 * gl.minimum(begin + 2, last)).to(gl.int64) * map_row
-        says = gl.load(following)
+        says = gl.load(following, mask=more, other=0.0)
         place = gl.load(members + 3 * begin + 2)
         goes = near
         if place >= apart:
