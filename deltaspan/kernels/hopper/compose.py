@@ -140,7 +140,7 @@ def tell_kernel(maps, arrived, reached, arriving, through, source, n, HV: gl.con
         gl.store(reached + row + at, gl.load(arrived + ((i - n) * HV + head).to(gl.int64) * (DIM * DIM) + at))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["apart"])
 def chain_kernel(
     maps, offsets, members, starts, wanted, out_maps, out_offsets, beyond, apart, map_row, map_head, offset_row,
     offset_head, HV: gl.constexpr, TRANSPOSED: gl.constexpr, MAPS: gl.constexpr, COLUMNS: gl.constexpr,
