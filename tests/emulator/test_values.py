@@ -176,3 +176,16 @@ def test_unknown_assembly_and_functions_say_so() -> None:
         gl.inline_asm_elementwise("lop3.b32 $0, $1;", "=r,r", [constant(1)], i32, is_pure=True, pack=1)
     with pytest.raises(AttributeError, match="histogram"):
         gl.histogram  # noqa: B018
+
+
+def test_dot_fma_rounds_each_sum_once_in_the_order_of_k(rng: Generator) -> None:
+    a, b, acc = (torch.randn(shape, generator=rng) for shape in ((4, 16), (16, 8), (4, 8)))
+    expected = acc.clone()
+    for k in range(16):  # the product is exact in fp64
+        expected = (a[:, k, None].double() * b[k].double() + expected.double()).float()
+    assert same_bits(device(lambda: gl.dot_fma(tile(a), tile(b), tile(acc))).memory(), expected)
+    small = torch.full((1, 16), 2.0**-25)  # each of them lost on 1, though together they are not
+    assert device(lambda: gl.dot_fma(tile(small), tile(torch.ones(16, 1)), tile(torch.ones(1, 1)))).memory() == 1
+    for wrong, refusal in ((a.bfloat16(), TypeError), (a[:, :8], ValueError)):
+        with pytest.raises(refusal, match="dot_fma"):
+            device(lambda wrong=wrong: gl.dot_fma(tile(wrong), tile(b), tile(acc)))

@@ -365,6 +365,11 @@ def test_chains(rng: torch.Generator, machine: Machine, transposed: bool, given:
     compose = machine.module("compose")
     found_maps, found_offsets, _ = compose.chain(M, b, chains, maps=given != "offsets")
     assert (found_maps is None, found_offsets is None) == (given == "offsets", given == "maps")
+    if found_offsets is not None:  # in two tensors, of which neither keeps the other
+        _, near, beyond = compose.chain(M, b, chains, maps=given != "offsets", apart=4)
+        assert len(near) == len(beyond) == 4 and near.untyped_storage().nbytes() == near.nbytes
+        used = CHAINS.table[:, 2]
+        assert torch.equal(torch.cat([near, beyond])[used], found_offsets[used])
     starts = [*CHAINS.starts.tolist()]
     for chain, wanted in enumerate(CHAINS.wanted.tolist()):
         state = passed = None
@@ -375,6 +380,24 @@ def test_chains(rng: torch.Generator, machine: Machine, transposed: bool, given:
             if found_maps is not None and wanted:
                 passed = M[row] if passed is None else compose.merge(M[row], passed, torch.zeros_like(passed))
                 assert torch.equal(found_maps[place], passed)
+
+
+@pytest.mark.parametrize("HV", [1, 9])  # by 8 columns, and by 64
+def test_a_chain_of_six_is_merged_member_by_member(rng: torch.Generator, machine: Machine, HV: int) -> None:
+    """Some of whose maps are nothing, at the end, too; each is asked for while others are on their way."""
+    order = np.array([2, 0, 5, 1, 4, 3])
+    chains = chains_of(np.zeros(6, int), np.arange(6), order, order[::-1], np.arange(6), wanted=np.zeros(1, int))
+    arrays = {name: torch.from_numpy(getattr(chains, name)).int() for name in ("table", "starts", "wanted")}
+    M, b = (torch.randn(6, HV, 128, 128, generator=rng) / n for n in (11, 1))
+    M[[1, 3]], M[5, HV // 2] = -0.0, -0.0
+    M, b, compose = M.to(machine.device), b.to(machine.device), machine.module("compose")
+    chains = chains._replace(**{name: x.to(machine.device) for name, x in arrays.items()})
+    _, found, _ = compose.chain(M, b, chains, maps=False)
+    state = b[3]
+    assert torch.equal(found[0], state)
+    for place, (row, offset) in enumerate(zip(order[1:], order[-2::-1], strict=True), 1):
+        state = compose.merge(M[row], state, b[offset])
+        assert torch.equal(found[place], state)
 
 
 @pytest.mark.parametrize("HV", [1, 3])
@@ -437,6 +460,16 @@ def test_chains_skip_what_is_not_felt(rng: torch.Generator, machine: Machine, tr
     assert (bits(M[4]) == -(2**31)).all() and not (bits(N[4]) == -(2**31)).any()  # composed with such
     one, other = (compose.merge(*(t.to(device) for t in (m[2], b[3], b[0]))) for m in (skipped, plain))
     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_zero_of_a_composed_map_says_that_there_is_none(rng: torch.Generator, machine: Machine) -> None:
+    """Where all terms of a sum are zeros below zero."""
+    M = -torch.rand(5, 1, 128, 128, generator=rng)
+    M[1:4] = 0.0
+    device = machine.device
+    arrays = {name: torch.from_numpy(getattr(CHAINS, name)).int().to(device) for name in ("table", "starts", "wanted")}
+    found, _, _ = machine.module("compose").chain(M.to(device), None, CHAINS._replace(**arrays), maps=True)
+    assert not found[[4, 3]].any() and not (bits(found[[4, 3]]) == -(2**31)).any()
 
 
 ARRIVE = "        barrier()\n        mbarrier.arrive(ready.index(b), count=1)\n"
