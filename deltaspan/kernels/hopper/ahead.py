@@ -40,9 +40,7 @@ class Compiled(NamedTuple):
         return self.instructions["LDL"] + self.instructions["STL"]
 
 
-def compile_ahead(
-    kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any], num_warps: int, **options: int
-) -> Compiled:
+def compile_ahead(kernel: Any, arguments: Mapping[str, str], constants: Mapping[str, Any], num_warps: int) -> Compiled:
     """arguments: the type of each that is no constant, as Triton writes it, such as "*bf16" or "i32", or "i32 x 16", a
     multiple of 16; of descriptors "tiles<bf16[64, 128]>", a block of them."""
     names = list(kernel.arg_names)
@@ -54,7 +52,7 @@ def compile_ahead(
         if kind.startswith("*") or kind.endswith(MULTIPLE)
     }
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, where, aligned)
-    made = triton.compile(source, target=SM_90, options={"num_warps": num_warps, **options, **COMPILED_WITH})
+    made = triton.compile(source, target=SM_90, options={"num_warps": num_warps, **COMPILED_WITH})
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(made.asm["cubin"])
