@@ -218,7 +218,7 @@ CASES = {
     "transfer, 16 key heads x 3": _transfer(16, 3),
     "transfer, 2 key heads x 4": _transfer(2, 4),
     "raw transfer": _transfer(16, 3, instructions=3250, l2norm=True),
-    "merge": _compose("merge_kernel", "M X b out", 6200, wide=True, WIDTH=128, TRANSPOSED=True),
+    "merge": _compose("merge_kernel", "M X b out", 4900, wide=True, WIDTH=128, TRANSPOSED=True),
     "convolution, 4 taps, bf16": _conv(
         "bf16", 2048, 4, 112, 1000, "18 warps a multiprocessor, 4 rows of 512 bytes each under way: 36 KB"
     ),
@@ -229,12 +229,12 @@ CASES = {
     ),
     "rows of length 1": _unit(gradient=False, instructions=400),
     "gradient of raw rows": _unit(gradient=True, instructions=600),
-    "arrivals": _compose("tell_kernel", "maps arrived reached arriving through source n", 6200, wide=True, HV=48),
+    "arrivals": _compose("tell_kernel", "maps arrived reached arriving through source n", 5000, wide=True, HV=48),
     "chain of many": _compose(
-        "chain_kernel", CHAIN_ARGUMENTS, 6500, wide=True, HV=48, MAPS=True, TRANSPOSED=True, PLACES=1
+        "chain_kernel", CHAIN_ARGUMENTS, 5500, wide=True, HV=48, MAPS=True, TRANSPOSED=True, PLACES=1
     ),
     "chain of few": _compose(
-        "chain_kernel", CHAIN_ARGUMENTS, 2200, wide=False, HV=48, MAPS=True, TRANSPOSED=True, PLACES=2
+        "chain_kernel", CHAIN_ARGUMENTS, 2050, wide=False, HV=48, MAPS=True, TRANSPOSED=True, PLACES=2
     ),
 }
 """Of each kernel the variants that differ in what they take."""

@@ -255,20 +255,12 @@ def _by_bits(operation: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     return apply
 
 
-def _in_tf32(x: Value) -> Value:
-    """To the nearest of 11 bits, of two the larger one; of no number, none."""
-    bits = x.held.contiguous().view(torch.int32)
-    near = ((bits + 2**12) & -(2**13)).view(torch.float32)
-    return Value(torch.where(x.held.isfinite(), near, x.held), x.dtype)
-
-
 ASSEMBLY = {
     ("ex2.approx.ftz.f32", 1): exp2,
     ("rcp.approx.ftz.f32", 1): reciprocal,
     ("add.rn.f32", 2): lambda x, y: x + y,
     ("griddepcontrol.launch_dependents", "mov.u32", 0): lambda: None,  # one launch after the other here
     ("griddepcontrol.wait", "mov.u32", 0): lambda: None,
-    ("cvt.rna.tf32.f32", 1): _in_tf32,
     ("mov.b32", 1): lambda x: x,
     ("mov.u32", 1): lambda x: x,
     ("shfl.sync.idx.b32", 1): lambda x: x,

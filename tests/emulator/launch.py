@@ -27,7 +27,7 @@ class Kernel:
         self.function, self.__name__, self.__doc__ = function, function.__name__, function.__doc__
         code = function.__code__
         self.arg_names = code.co_varnames[: code.co_argcount]
-        wanted = (gl.constexpr, "gl.constexpr", "tl.constexpr")
+        wanted = (gl.constexpr, "gl.constexpr")
         self.constants = {name for name, note in function.__annotations__.items() if note in wanted}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

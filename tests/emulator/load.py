@@ -16,9 +16,9 @@ import torch
 
 from tests.emulator.async_copy import async_copy
 from tests.emulator.barriers import fence_async_shared, mbarrier
-from tests.emulator.language import Language, gl, thread_barrier
+from tests.emulator.language import gl
 from tests.emulator.launch import jit
-from tests.emulator.mma import dot, mma_v2, warpgroup_mma, warpgroup_mma_wait
+from tests.emulator.mma import mma_v2, warpgroup_mma, warpgroup_mma_wait
 from tests.emulator.schedule import here, inside
 from tests.emulator.tma import TensorDescriptor, tma
 from tests.emulator.values import Value, constant
@@ -26,12 +26,9 @@ from tests.emulator.values import Value, constant
 ROOT = Path(__file__).parents[2]
 TIER = "deltaspan.kernels.hopper"
 
-tl = Language(**vars(gl), dot=dot, debug_barrier=thread_barrier)  # of plain Triton, what kernels use of it here
-
 GLUON = "triton.experimental.gluon"
 TRITON: dict[str, Any] = {
-    "triton": SimpleNamespace(jit=jit, cdiv=gl.cdiv, language=tl),
-    "triton.language": tl,
+    "triton": SimpleNamespace(jit=jit, cdiv=gl.cdiv),
     "triton.experimental": SimpleNamespace(gluon=SimpleNamespace(jit=jit, constexpr_function=gl.constexpr)),
     GLUON: SimpleNamespace(jit=jit, language=gl),
     f"{GLUON}.nvidia.hopper": SimpleNamespace(TensorDescriptor=TensorDescriptor),

@@ -62,24 +62,6 @@ def mma_v2(a: Value, b: Value, acc: Value, input_precision: str | None = None) -
     return Value(_product(a, b, acc), acc.dtype)
 
 
-def dot(a: Value, b: Value, acc: Value | None = None, input_precision: str = "tf32") -> Value:
-    """Plain Triton's: "ieee" takes fp32 operands whole, on the CUDA cores; "tf32x3" as two TF32 numbers each, but for
-    the product of the small ones: it sums the small products first, and adds acc on the CUDA cores."""
-    if input_precision not in ("tf32", "tf32x3", "ieee"):
-        raise NotImplementedError(f"dot with input_precision {input_precision!r}")
-    zero = Value(torch.zeros(a.shape[0], b.shape[1]), torch.float32)
-    before = zero if acc is None else acc
-    if input_precision == "tf32x3":
-        small_a, small_b = (Value(x.held - _entering(x), x.dtype) for x in (a, b))
-        mixed = _product(a, small_b, Value(_product(small_a, b, zero), torch.float32))
-        mixed = mixed.masked_fill(mixed.isnan(), 0.0)  # of infinite operands, whose rest is inf - inf
-        return Value(_product(a, b, Value(mixed, torch.float32)) + before.held, before.dtype)
-    if input_precision == "ieee":
-        _check(a, b, before)
-        return Value(a.held.float() @ b.held.float() + before.held, before.dtype)
-    return Value(_product(a, b, before), before.dtype)
-
-
 def warpgroup_mma(
     a: Value | SharedMemory,
     b: SharedMemory,

@@ -18,13 +18,14 @@ def machine(request: pytest.FixtureRequest) -> Machine:
 
 
 def test_merge(rng: torch.Generator, machine: Machine) -> None:
-    """In 22 bits, the same ones whatever stands beside."""
+    """In fp32, with the same bits whatever stands beside."""
     M, X, b = (torch.randn(3, 2, 128, 128, generator=rng) for _ in range(3))
     compose = machine.module("compose")
     given = [t.to(machine.device) for t in (M / 11, X, b)]
     for m, truth in ((given[0], M.double() / 11 @ X.double()), (given[0].mT, M.mT.double() / 11 @ X.double())):
         found = compose.merge(m, *given[1:])
-        assert relative(found, truth + b.double()) < 1e-6
+        # 128 sums, each rounded by up to 2^-24 of what there is: a walk of errors of 2^-25, of 11 steps
+        assert relative(found, truth + b.double()) < 5e-7
         alone = compose.merge(m[1:2, 1:], given[1][1:2, 1:], given[2][1:2, 1:])
         assert torch.equal(alone[0, 0], found[1, 1])
         beside = compose.merge(m, *(torch.cat([t, t.flip(0)], -1) for t in given[1:]))

@@ -5,7 +5,8 @@ round each sum where tensor cores would cut it off. Terms are summed onto b in t
 beside them and however many columns a program takes: exchanges that compose elsewhere get the same bits.
 
 A map that says of itself that it is nothing (`transfer.py`), or whose last member does, takes no product. A state that
-it would multiply is looked at all the same, column by column, for what is no number stays none.
+it would multiply is looked at all the same, column by column, for what is no number stays none; of a map that stands
+before it the first column alone can hinder the two from being nothing again.
 """
 
 from typing import NamedTuple
@@ -182,13 +183,16 @@ def chain_kernel(
             x = gl.load(first + (column * DIM + tile(1, DIM, COLUMNS) if TRANSPOSED else column + at))
         member = members + 3 * gl.minimum(begin + 1, last)
         following = maps + gl.load(member).to(gl.int64) * map_row
-        more = begin < last  # of one member the row of a map means nothing
-        felt = more & is_something(gl.load(following, mask=more, other=0.0))
+        further = maps + gl.load(members + 3 * gl.minimum(begin + 2, last)).to(gl.int64) * map_row
+        felt = False
+        says = 0.0
+        if begin < last:  # of one member the row of a map means nothing
+            felt = is_something(gl.load(following))
+            says = gl.load(further)
         if felt:
             ask(ms.index(0), following, COLUMNS)
         b = gl.load(offsets + gl.load(member + 1).to(gl.int64) * offset_row + at, mask=of_offset, other=no_offset)
-        following = maps + gl.load(members + 3 * gl.minimum(begin + 2, last)).to(gl.int64) * map_row
-        says = gl.load(following, mask=more, other=0.0)
+        following = further
         place = gl.load(members + 3 * begin + 2)
         goes = near
         if place >= apart:

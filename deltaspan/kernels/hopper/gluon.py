@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -290,9 +289,7 @@ __all__ = [
     "store_tile",
     "store_wait",
     "tiles",
-    "tl",
     "tma",
-    "triton",
     "warpgroup_mma",
     "warpgroup_mma_wait",
     "watching",

@@ -104,12 +104,12 @@ def _successors(code: Sequence[Instruction]) -> list[list[int]]:
             joined[register].append(places[int(target, 16)])
     following: list[list[int]] = []
     for place, at in enumerate(code):
-        assert at.opcode != "JMP", "JMP is not followed"
+        assert at.opcode not in ("JMP", "BREAK"), f"{at.opcode} is not followed"
         found, goes_on = [], at.conditional or at.opcode not in ("BRA", "BSYNC", "EXIT", *BY_TABLE)
         if at.opcode == "BRA":
             *conditions, target = at.rest.split()
             found, goes_on = [places[int(target, 16)]], goes_on or bool(conditions)
-        elif at.opcode in ("BSYNC", "BREAK"):  # a lane that breaks out goes on; if not, it waits where others meet
-            found = list(joined[at.rest.split()[-1]])
+        elif at.opcode == "BSYNC":
+            found = list(joined[at.rest.strip()])
         following.append([*found, place + 1] if goes_on and place + 1 < len(code) else found)
     return following
